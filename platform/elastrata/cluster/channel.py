@@ -1,10 +1,10 @@
-"""The control channel: how events get from workers to the driver, and signals to the workers.
+"""The control channel: carries events from workers to the driver, and signals to the workers.
 
 A `Sender` in each worker sends batches of events to the `ControlChannel`, an actor on the driver's
 node; a `Receiver` in the driver takes them from there. Every event arrives at least once: a sender
-repeats a batch until the driver has handled it, and events of one sender arrive in their order. The
-channel may die, or stop answering and be killed, at any time; an empty one takes its place, and the
-driver may then get a batch again. The observer drops what it has. No step waits for any of this.
+repeats a batch until the driver has handled it, and events of one sender arrive in order. The
+channel may die, or hang and be killed, at any time; an empty one replaces it, and the driver may
+receive a batch again. The observer drops duplicates. Training never waits for the channel.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from elastrata.step.records import StepRecord
 from elastrata_pipelines.speeds import Speeds
 
 BATCH_SECONDS = 0.2
-"""Step records are sent together at most this often: a call costs some 0.2 ms."""
+"""Shortest time between two batches of step records; a call costs about 0.2 ms."""
+# Bounds the actor's memory if the driver is suspended for long.
 MOST_IN_A_BATCH = 10_000
-"""Events, some 10 MB, of each sender in the channel: a driver may be stopped for long."""
+"""Most events of a sender that the channel holds, about 10 MB."""
 MOST_KEPT = 50_000
-"""Events that a sender keeps; beyond, the oldest step records are dropped."""
+"""Most events that a sender holds; beyond, it drops the oldest step records."""
 _ANSWER_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
 _HANDLE_SECONDS = 0.5
-"""Time that an answer to a batch waits for the driver, before it only tells the signal."""
+"""Time that the answer to a batch waits for the driver."""
 _TAKE_SECONDS, _CLOSE_SECONDS, _NEAR_SECONDS = 1.0, 30.0, 2.0
 _FLUSH_SECONDS = 60.0
 _DROPPED = (
@@ -59,9 +60,9 @@ class Answer:
     """The channel's answer to a batch."""
 
     is_handled: bool
-    """True once the driver has handled the batch; else it is to be sent again."""
+    """True once the driver has handled the batch; otherwise the sender repeats it."""
     signal: ControlSignal | None
-    """What is asked of the workers."""
+    """The present request to the workers."""
 
 
 @dataclass
@@ -73,7 +74,7 @@ class _Batch:
 
 @ray.remote(num_cpus=0, max_restarts=-1)
 class ControlChannel:
-    """Holds at most one batch of each sender until the driver has handled it."""
+    """Actor that holds at most one batch of each sender until the driver has handled it."""
 
     def __init__(self) -> None:
         self._batches: dict[str, _Batch] = {}
@@ -81,7 +82,7 @@ class ControlChannel:
         self._arrived = asyncio.Event()
         self._signal: ControlSignal | None = None
         self._halted = False
-        self._book, self._moved = SpeedBook(), asyncio.Event()
+        self._book, self._speeds_changed = SpeedBook(), asyncio.Event()
 
     async def deliver(self, sender: str, number: int, events: Sequence[Event]) -> Answer:
         """Take the next batch of a sender, or the same one again."""
@@ -89,47 +90,49 @@ class ControlChannel:
         if batch is None or batch.number != number:
             batch = self._batches[sender] = _Batch(number, events)
             for event in events:
-                self._note(event)
+                self._record(event)
             self._arrived.set()
-            self._moved.set()
-            self._moved = asyncio.Event()
+            # Wakes all present waiters of `speeds`; later ones wait for the next batch.
+            self._speeds_changed.set()
+            self._speeds_changed = asyncio.Event()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(batch.handled.wait(), _HANDLE_SECONDS)
         if batch.handled.is_set():
-            batch.events = ()  # its number stays: the sender may have missed the answer
+            # Its number stays: the sender may have missed the answer.
+            batch.events = ()
         return Answer(batch.handled.is_set(), self._signal)
 
     async def take(self, seconds: float, ticket: str) -> tuple[str, list[Event]]:
-        """Return all events that are not handled, and the ticket for them.
+        """Return all events that are not yet handled, and a ticket for them.
 
         Args:
-            seconds: to wait for the first one; 0: not at all.
-            ticket: of the events that the driver has handled since it last called.
+            seconds: time to wait for the first event; 0 does not wait.
+            ticket: ticket of the events that the driver has handled since its last call.
         """
         if ticket in self._taken:
             for batch in self._taken[ticket]:
                 batch.handled.set()
             self._taken.clear()
-        if not (waiting := self._waiting()):
+        if not (unhandled := self._find_unhandled()):
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._arrived.wait(), seconds)
-            waiting = self._waiting()
+            unhandled = self._find_unhandled()
         # Older tickets stay valid: the driver may have missed the answer that had the newest one.
         ticket = uuid.uuid4().hex
-        self._taken[ticket] = waiting
-        return ticket, [event for batch in waiting for event in batch.events]
+        self._taken[ticket] = unhandled
+        return ticket, [event for batch in unhandled for event in batch.events]
 
-    def _waiting(self) -> list[_Batch]:
+    def _find_unhandled(self) -> list[_Batch]:
         return [batch for batch in self._batches.values() if not batch.handled.is_set()]
 
     async def ask(self, signal: ControlSignal) -> None:
-        """Ask this of the workers, unless they are asked for more already."""
+        """Send this signal to the workers, unless a stronger one is pending."""
         if self._signal is None or signal.action > self._signal.action:
             self._signal = signal
 
     async def withdraw(self, most: Action) -> None:
-        """Ask nothing up to `most` any more, and forget that it was asked."""
+        """Withdraw a pending signal up to `most`, and reset `has_halted`."""
         self._drop(most)
         self._halted = False
 
@@ -138,23 +141,23 @@ class ControlChannel:
         return self._halted
 
     async def paces(self) -> Mapping[str, float]:
-        """Return the work by second of the nodes whose workers were measured last, by node."""
+        """Return the last measured work per second, by node."""
         return self._book.paces()
 
     async def slow_nodes(self) -> Mapping[str, float]:
-        """Return, by node with a worker that is slower than its kind, its share of that pace."""
+        """Return the speed relative to its kind of each node with a slow worker."""
         return self._book.slow_nodes()
 
     async def speeds(self, group: GroupKey, step: int) -> Speeds | None:
-        """Return the speeds by which the steps behind this one are dealt to a group; None if the
-        training does not come near them for a while."""
+        """Return the speeds by which the steps after this one are assigned to a group's ranks; None
+        if training stays too far behind that step for 2 s."""
         deadline = time.monotonic() + _NEAR_SECONDS
         while (speeds := self._book.speeds(group, step)) is None and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._moved.wait(), _NEAR_SECONDS)
+                await asyncio.wait_for(self._speeds_changed.wait(), _NEAR_SECONDS)
         return speeds
 
-    def _note(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         self._book.note(event)
         match event:
             case Started():
@@ -171,17 +174,17 @@ class ControlChannel:
 
 
 def open_channel() -> Any:
-    """Return a channel on the driver's own node, gone with the driver."""
+    """Start a channel on the driver's node, which ends with the driver."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return ControlChannel.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
 
 
 class Receiver:
-    """The driver's side of the channel: calls `handle` with all events, from a thread of its own.
+    """The driver's end of the channel: calls `handle` with all events, in its own thread.
 
     Args:
-        channel: its handle, which stays when it is replaced.
-        handle: called whenever the channel has answered, at least every second: with no events, if
+        channel: handle of the channel; it stays valid if the actor is restarted.
+        handle: called after every answer of the channel, at least every second; without events if
             there are none.
     """
 
@@ -194,7 +197,8 @@ class Receiver:
         self._thread.start()
 
     def close(self) -> None:
-        """Handle what has arrived, then stop; wait half a minute for a channel that is away."""
+        """Handle the events that have arrived, then stop; wait up to 30 s for a channel that is
+        away."""
         self._closed.set()
         self._thread.join()
 
@@ -206,7 +210,7 @@ class Receiver:
             pass
 
     def _take(self, seconds: float) -> bool | None:
-        """Handle what there is; return True if there was anything, None without an answer."""
+        """Handle new events; return True if there were any, None if the channel did not answer."""
         call = self._channel.take.remote(seconds, self._ticket)
         try:
             ticket, events = ray.get(call, timeout=seconds + _ANSWER_SECONDS)
@@ -219,27 +223,32 @@ class Receiver:
 
 
 class Sender:
-    """The workers' side of the channel: sends events from a thread of its own, and waits for
-    nothing. Any thread may send. Ranks other than 0 send only what ends their group: refusals, and
+    """The workers' end of the channel: sends events in its own thread, without blocking.
+
+    Any thread may send. Ranks other than 0 send only events that end their group: refusals, and
     choices that ran out of memory.
+
+    Args:
+        channel: handle of the channel.
+        rank: rank of the worker.
     """
 
     def __init__(self, channel: Any, *, rank: int) -> None:
         self._channel = channel
-        self._speaks = rank == 0
+        self._sends_all = rank == 0
         self._name, self._number = uuid.uuid4().hex, 0
         self._changed = Condition()
         self._queue: deque[Event] = deque()
         self._batch: tuple[Event, ...] = ()
-        self._is_known = False
+        self._has_arrived = False
         self._is_urgent = self._is_closing = self._has_dropped = False
         self._sent_at = float("-inf")
         self._signal: ControlSignal | None = None
         self._thread: Thread | None = None
 
     def send(self, event: Event) -> None:
-        """Send an event; step records go together with the next ones."""
-        if not self._speaks and not isinstance(event, Refused | RanOut):
+        """Send an event; step records are sent together with later ones."""
+        if not self._sends_all and not isinstance(event, Refused | RanOut):
             return
         with self._changed:
             if len(self._queue) >= MOST_KEPT:
@@ -260,20 +269,20 @@ class Sender:
             self._queue.append(Warned(text=_DROPPED))
 
     def look(self) -> ControlSignal | None:
-        """Return what is asked by the newest answer; wait for none."""
+        """Return the signal in the newest answer, without waiting."""
         return self._signal
 
     def flush(self) -> None:
-        """Wait until the channel has all that was sent; a minute at most."""
-        self._wait_until(lambda: not self._queue and (not self._batch or self._is_known))
+        """Wait until the channel has all sent events; a minute at most."""
+        self._wait_until(lambda: not self._queue and (not self._batch or self._has_arrived))
 
     def close(self) -> None:
-        """Wait until the driver has handled all that was sent; a minute at most."""
+        """Wait until the driver has handled all sent events; a minute at most."""
         self._is_closing = True
         self._wait_until(lambda: not self._queue and not self._batch)
 
     def leave(self) -> None:
-        """Say that no more will be sent; the thread ends when all is handled."""
+        """Announce that no more events follow; the thread ends once all are handled."""
         with self._changed:
             self._is_closing = self._is_urgent = True
             self._changed.notify_all()
@@ -291,12 +300,12 @@ class Sender:
                     count = min(len(self._queue), MOST_IN_A_BATCH)
                     self._batch = tuple(self._queue.popleft() for _ in range(count))
                     self._number += 1
-                    self._is_known, self._is_urgent = False, bool(self._queue)
+                    self._has_arrived, self._is_urgent = False, bool(self._queue)
             answer = self._deliver()
             with self._changed:
                 self._sent_at = time.monotonic()
                 if answer:
-                    self._signal, self._is_known = answer.signal, True
+                    self._signal, self._has_arrived = answer.signal, True
                     self._batch = () if answer.is_handled else self._batch
                 self._changed.notify_all()
 
@@ -309,10 +318,10 @@ class Sender:
                 if is_idle and self._is_closing:
                     break
                 pause = 0.0 if self._is_urgent and not self._batch else BATCH_SECONDS
-                left = None if is_idle else pause - (time.monotonic() - self._sent_at)
-                if left is not None and left <= 0:
+                seconds_left = None if is_idle else pause - (time.monotonic() - self._sent_at)
+                if seconds_left is not None and seconds_left <= 0:
                     return True
-                self._changed.wait(left)
+                self._changed.wait(seconds_left)
             self._thread = None
             return False
 
@@ -326,7 +335,7 @@ class Sender:
 
 
 def tell(channel: Any, event: Event) -> None:
-    """Send one event from a process that has no sender, and wait for nothing."""
+    """Send one event from a process that has no sender, without blocking."""
     sender = Sender(channel, rank=0)
     sender.send(event)
     sender.leave()

@@ -1,8 +1,8 @@
-"""Speeds and kinds of the nodes that a group's workers are on.
+"""Speeds and device kinds of the nodes of a group's workers.
 
-A recipe gives factors, or the speeds are measured: rank 0 sends `Paced` events, the control channel
-keeps them in a `SpeedBook`, and the tasks that read the data ask the book by which speeds each step
-is dealt. `RankKind`s say which devices have room for fewer tokens.
+Speeds come from factors in the recipe, or they are measured: rank 0 sends `Paced` events, the
+control channel keeps them in a `SpeedBook`, and the tasks that read the data ask the book for the
+speeds of each step. A `RankKind` says which devices have memory for fewer tokens.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ from elastrata_pipelines.stream import PREFETCHED_PAYLOADS
 Node = Mapping[str, Any]
 STEPS_AHEAD = 12
 """Steps that may be read before they are trained on."""
+# Reading has to stay ahead of steps of any length, and the book learns of them a little later.
 SECONDS_AHEAD = 3.0
-"""More of them where they take less time: reading is to stay ahead of steps of any length, and this
-book hears of them a little later."""
+"""Reading may be this many seconds ahead, if that is more than `STEPS_AHEAD` steps."""
+# Ray Data gives a rank a payload once it has `PREFETCHED_PAYLOADS` more for it. If these were
+# further ahead than readers may be, training and reading would wait for each other.
 STEPS_IN_A_GROUP = STEPS_AHEAD // (PREFETCHED_PAYLOADS + 1)
-"""Most steps that are read and dealt together: all by the same speeds. Ray Data hands a rank a
-payload when it has so many more for it: were these further ahead than readers may be, training and
-reading would wait for each other."""
+"""Most steps that are read together, by the same speeds."""
 _ANSWER_SECONDS, _PAUSE_SECONDS = 10.0, 0.2
 
 
 def names_of(node: Node) -> tuple[str, ...]:
-    """The names by which a recipe may mean a node: its own ones first, then those of its kind."""
+    """Return the names of a node in a recipe: its own ones first, then those of its kind."""
     own = (node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"])
     group = (node.get("Labels") or {}).get(NODE_GROUP)
     return (*own, *([group] if group else []), *devices_of(node))
 
 
 def devices_of(node: Node) -> list[str]:
-    """The names of a node's devices: of its GPUs as Ray has them, such as A100; else CPU."""
+    """Return the names of a node's devices: Ray's name of its GPUs, such as A100; else CPU."""
     names = [r.removeprefix(ACCELERATOR) for r in node["Resources"] if r.startswith(ACCELERATOR)]
     return sorted(names) or ["CPU"]
 
 
 def name_problems(recipe: Recipe, gpus: float) -> list[str]:
-    """A line for each name in `workers.speeds` and `workers.micro_batch_tokens` that no node of the
-    cluster has.
+    """Return a line for each name in `workers.speeds` and `workers.micro_batch_tokens` that no node
+    of the cluster has.
 
     Args:
-        recipe: with the key.
-        gpus: that each worker claims.
+        recipe: the recipe to check.
+        gpus: GPUs per worker.
 
     Raises:
         UserError: the speeds cannot be measured.
@@ -87,11 +87,11 @@ def name_problems(recipe: Recipe, gpus: float) -> list[str]:
 
 
 def unknown_names(key: str, values: Mapping[str, float]) -> list[str]:
-    """A line for each name that no node of the cluster has.
+    """Return a line for each name that no node of the cluster has.
 
     Args:
-        key: of the section `workers`.
-        values: its own, by name.
+        key: key in the section `workers`.
+        values: value of the key, by name.
     """
     if not values:
         return []
@@ -108,17 +108,17 @@ def unknown_names(key: str, values: Mapping[str, float]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedFactors:
-    """The speeds of any group of workers, from factors. A value."""
+    """The speeds of any group of workers, from factors."""
 
     factors: Mapping[str, float]
-    """By the name of a node or a device; of all others 1."""
+    """Factor by the name of a node or a device; all others have 1."""
     copies: int
-    """So many neighbouring ranks have the same rows."""
+    """Number of consecutive ranks that have the same rows."""
     repeats: int
-    """The ranks that have all rows between them come so many times over."""
+    """Number of sets of ranks that each have all rows."""
 
     def __call__(self, node_ids: Sequence[str]) -> SpeedSource:
-        """The speeds of a group, whose ranks are on these nodes."""
+        """Return the speeds of a group, given the node of each rank."""
         paces = list(self._paces(node_ids))
         groups = of_groups(paces, copies=self.copies, repeats=self.repeats)
         return FixedSpeeds(quantized(groups))
@@ -131,8 +131,8 @@ class FixedFactors:
 
 
 def kinds_by_node(recipe: Recipe) -> Callable[[Sequence[str]], RankKinds]:
-    """The kinds of any group of workers, by the nodes that they are on. Where a recipe has one
-    number of tokens for all, there is one kind."""
+    """Return a function from the nodes of a group's workers to their kinds. All ranks are of one
+    kind if the recipe has a single number of tokens."""
     fewer, parallel = recipe.workers.micro_batch_tokens, recipe.parallel
     if not fewer and all(part.micro_batch_tokens != "auto" for part in recipe.parts):
         return one_kind
@@ -141,17 +141,17 @@ def kinds_by_node(recipe: Recipe) -> Callable[[Sequence[str]], RankKinds]:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeKinds:
-    """The kinds of any group of workers. A value."""
+    """The kinds of any group of workers."""
 
     fewer: Mapping[str, int]
-    """By the name of a node or a device: most tokens of a micro-batch there."""
+    """Most tokens of a micro-batch, by the name of a node or a device."""
     copies: int
-    """So many neighbouring ranks have the same rows."""
+    """Number of consecutive ranks that have the same rows."""
     repeats: int
-    """The ranks that have all rows between them come so many times over."""
+    """Number of sets of ranks that each have all rows."""
 
     def __call__(self, node_ids: Sequence[str]) -> RankKinds:
-        """The kinds of the data ranks of a group, whose ranks are on these nodes."""
+        """Return the kinds of a group's data ranks, given the node of each rank."""
         by_id = {node["NodeID"]: self._kind(node) for node in nodes() if node["Alive"]}
         kinds = tuple(by_id.get(node, RankKind()) for node in node_ids)
         return kinds_of_groups(kinds, copies=self.copies, repeats=self.repeats)
@@ -167,39 +167,40 @@ class NodeKinds:
 
 @dataclass(frozen=True)
 class GroupKey:
-    """A group of workers, for those who read for it. A later group's number is larger."""
+    """Key of a group of workers for the tasks that read its data. A later group has a larger
+    number."""
 
     number: int
     num_ranks: int
-    """Data ranks."""
+    """Number of data ranks."""
     begins_with: Speeds
 
 
 class SpeedBook:
-    """Of the newest group. What was said of a step is said again to who asks again."""
+    """Measured speeds of the newest group; returns the same answer for the same step."""
 
     def __init__(self) -> None:
         self._group: GroupKey | None = None
-        self._firsts: list[int] = []
-        self._said: list[Speeds] = []
+        self._first_steps: list[int] = []
+        self._answers: list[Speeds] = []
         self._read_to = -1
-        self._newest: Speeds = ()
-        self._reached, self._has_started = 0, False
-        self._ahead = STEPS_AHEAD
+        self._newest_speeds: Speeds = ()
+        self._trained_to, self._has_started = 0, False
+        self._steps_ahead = STEPS_AHEAD
         self._nodes: Mapping[int, str] = {}
         self._paces: dict[str, float] = {}
         self._slow: dict[str, dict[int, float]] = {}
 
     def note(self, event: Event) -> None:
-        """Takes what an event says of steps and speeds."""
+        """Update steps and speeds from an event."""
         match event:
             case StepRecord():
-                self._reached, self._has_started = event.step, True
+                self._trained_to, self._has_started = event.step, True
                 if event.seconds > 0:
-                    self._ahead = max(STEPS_AHEAD, round(SECONDS_AHEAD / event.seconds))
+                    self._steps_ahead = max(STEPS_AHEAD, round(SECONDS_AHEAD / event.seconds))
             case Started():
                 self._nodes = {rank: node for rank, (node, _) in event.pids.items()}
-                self._reached, self._has_started = event.step, True
+                self._trained_to, self._has_started = event.step, True
                 for node in set(self._nodes.values()) & self._slow.keys():
                     del self._slow[node]
             case Slowed():
@@ -207,86 +208,88 @@ class SpeedBook:
                 ranks[event.rank] = 1.0 if event.is_over else event.factor
             case Paced():
                 if self._group and len(event.speeds) == self._group.num_ranks:
-                    self._newest = event.speeds
+                    self._newest_speeds = event.speeds
                 self._note_paces(event.paces)
             case _:
                 pass
 
     def paces(self) -> Mapping[str, float]:
-        """Work by second of the nodes that were measured last, by node."""
+        """Return the last measured work per second, by node."""
         return dict(self._paces)
 
     def slow_nodes(self) -> Mapping[str, float]:
-        """The share of its kind's pace that the slowest worker of a node has, by node: of nodes
-        that had a slow one when they were seen last."""
+        """Return the speed of a node's slowest worker relative to its kind, for nodes that had a
+        slow one when last measured."""
         return {node: min(ranks.values()) for node, ranks in self._slow.items()}
 
     def speeds(self, group: GroupKey, step: int) -> Speeds | None:
-        """The speeds that the steps behind this one are dealt by; None: it is too early to say.
+        """Return the speeds by which the steps after this one are assigned; None if it is too
+        early.
 
         Args:
-            group: that they are read for.
-            step: its number.
+            group: the group that the steps are read for.
+            step: number of the step.
         """
         if self._group is None or group.number > self._group.number:
             self._begin(group, step)
         if group != self._group:
             return group.begins_with
         if not self._has_started:
-            self._reached = min(self._reached, step)
+            self._trained_to = min(self._trained_to, step)
+        # A task that asks again, as after a retry, must get the same answer.
         if step <= self._read_to:
-            return self._said[max(0, bisect_right(self._firsts, step) - 1)]
-        if step > self._reached + self._ahead:
+            return self._answers[max(0, bisect_right(self._first_steps, step) - 1)]
+        if step > self._trained_to + self._steps_ahead:
             return None
         self._read_to = step
-        if not self._said or self._said[-1] != self._newest:
-            self._firsts.append(step)
-            self._said.append(self._newest)
-        return self._newest
+        if not self._answers or self._answers[-1] != self._newest_speeds:
+            self._first_steps.append(step)
+            self._answers.append(self._newest_speeds)
+        return self._newest_speeds
 
     def _begin(self, group: GroupKey, step: int) -> None:
-        self._group, self._newest = group, group.begins_with
-        self._firsts, self._said, self._read_to = [], [], -1
-        self._reached, self._has_started = step, False
+        self._group, self._newest_speeds = group, group.begins_with
+        self._first_steps, self._answers, self._read_to = [], [], -1
+        self._trained_to, self._has_started = step, False
 
     def _note_paces(self, paces: tuple[float, ...]) -> None:
         by_node: dict[str, list[float]] = {}
         for rank, pace in enumerate(paces):
             if rank in self._nodes and pace > 0:
                 by_node.setdefault(self._nodes[rank], []).append(pace)
-        self._paces |= {node: statistics.median(found) for node, found in by_node.items()}
+        self._paces |= {node: statistics.median(node_paces) for node, node_paces in by_node.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSpeeds:
-    """The speeds of any group of workers. A value."""
+    """The measured speeds of any group of workers."""
 
     channel: Any
-    """Handle of the driver's channel, which has the speed book."""
+    """Handle of the control channel, which has the speed book."""
     copies: int
-    """So many neighbouring ranks have the same rows."""
+    """Number of consecutive ranks that have the same rows."""
     repeats: int
-    """The ranks that have all rows between them come so many times over."""
+    """Number of sets of ranks that each have all rows."""
 
     def __call__(self, node_ids: Sequence[str]) -> SpeedSource:
-        """The speeds of a group, whose ranks are on these nodes. It begins with the paces of its
-        nodes in the group before it; nodes that are new are taken for usual ones."""
+        """Return the speeds of a group, given the node of each rank. They begin with the paces of
+        these nodes in the previous group; new nodes get the median."""
         try:
-            known = ray.get(self.channel.paces.remote(), timeout=_ANSWER_SECONDS)
+            known_paces = ray.get(self.channel.paces.remote(), timeout=_ANSWER_SECONDS)
         except ray.exceptions.RayError:
-            known = {}
-        here = [known[node] for node in node_ids if node in known]
-        usual = statistics.median(here) if here else 1.0
-        paces = [known.get(node, usual) for node in node_ids]
+            known_paces = {}
+        paces_here = [known_paces[node] for node in node_ids if node in known_paces]
+        median_pace = statistics.median(paces_here) if paces_here else 1.0
+        paces = [known_paces.get(node, median_pace) for node in node_ids]
         groups = of_groups(paces, copies=self.copies, repeats=self.repeats)
-        speeds = quantized(groups) if here else ()
+        speeds = quantized(groups) if paces_here else ()
         key = GroupKey(number=time.time_ns(), num_ranks=len(groups), begins_with=speeds)
         return SpeedsOfChannel(self.channel, key)
 
 
 @dataclass(frozen=True)
 class SpeedsOfChannel(SpeedSource):
-    """Asks the speed book, and waits for steps that the training does not come near to."""
+    """Speeds from the speed book; a call waits until training comes near the step."""
 
     channel: Any
     group: GroupKey

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster: those that new workers keep off, and whether an autoscaler adds more."""
+"""Nodes of a Ray cluster: which ones new workers avoid, and whether an autoscaler adds more."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from ray.util.placement_group import NODE_ID_LABEL_KEY
 
 from elastrata.cluster.ray_internals import draining_nodes, is_infeasible
 
+# Long enough for one lost packet, which is sent again after a second.
 _SECONDS_TO_CONNECT = 3.0
-"""Long enough for one lost packet, which is sent again after a second."""
+"""Timeout of a connection."""
 _MOST_AT_ONCE = 64
 NODE_GROUP = "ray.io/node-group"
-"""The label that Ray's cluster launcher and KubeRay give every node that is theirs."""
+"""The label that Ray's cluster launcher and KubeRay give to every node that they start."""
 _SECONDS_TO_ANSWER = 5.0
 ACCELERATOR = "accelerator_type:"
-"""The resource that a node with such GPUs has."""
+"""Prefix of the resource that a node with GPUs has, before their type."""
 
 
 def draining() -> frozenset[str]:
-    """Ids of the nodes that are about to go: drained, or about to be taken away."""
+    """Return the ids of the nodes that are being drained."""
     return frozenset(draining_nodes())
 
 
 def unreachable() -> frozenset[str]:
-    """Ids of the nodes that Ray takes for alive, but whose raylets take no connection.
-
-    Ray believes in a dead node until it has missed several health checks: 15 s with a raylet that
-    was killed, longer with a machine that fell silent. A connection tells at once, or within three
-    seconds.
-    """
+    """Return the ids of the nodes that Ray lists as alive, but whose raylets accept no
+    connection."""
+    # Ray lists a dead node as alive until it has missed several health checks: 15 s if its raylet
+    # was killed, longer if the machine is silent. A connection shows it within 3 s.
     alive = [node for node in nodes() if node["Alive"]]
     if not alive:
         return frozenset()
@@ -46,35 +45,35 @@ def unreachable() -> frozenset[str]:
 
 
 def nodes() -> list[Mapping[str, Any]]:
-    """All that Ray says of every node, dead ones too."""
+    """Return Ray's description of every node, including dead ones."""
     described: list[Mapping[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return described
 
 
 def elsewhere(avoided: Iterable[str]) -> dict[str, str] | None:
-    """A label selector for all nodes but these; None where all will do."""
+    """Return a label selector for all nodes but these; None if none is avoided."""
     ids = sorted(avoided)
     return {NODE_ID_LABEL_KEY: f"!in({', '.join(ids)})"} if ids else None
 
 
 def only_on(node: str) -> dict[str, str]:
-    """A label selector for one node, by its id."""
+    """Return a label selector for one node, by its id."""
     return {NODE_ID_LABEL_KEY: node}
 
 
 def peaks_by_node(peaks: Mapping[str, float]) -> dict[str, float]:
-    """FLOP/s of the GPUs of each node that says which it has.
+    """Return the FLOP/s of the GPUs of each node that names their type.
 
     Args:
-        peaks: by the family of the GPU.
+        peaks: FLOP/s by GPU family.
     """
-    found = {}
+    by_node = {}
     for node in nodes():
         types = [name.removeprefix(ACCELERATOR) for name in node["Resources"]]
-        known = [peaks[family] for family in peaks if family in types]
-        if known:
-            found[node["NodeID"]] = known[0]
-    return found
+        node_peaks = [peaks[family] for family in peaks if family in types]
+        if node_peaks:
+            by_node[node["NodeID"]] = node_peaks[0]
+    return by_node
 
 
 def _answers(node: Mapping[str, Any]) -> bool:
@@ -85,12 +84,12 @@ def _answers(node: Mapping[str, Any]) -> bool:
 
 
 def launches_nodes() -> bool:
-    """Whether an autoscaler launches the cluster's nodes, as need be."""
+    """Return True if an autoscaler launches the cluster's nodes on demand."""
     return any(NODE_GROUP in (node.get("Labels") or {}) for node in nodes() if node["Alive"])
 
 
 def refuses() -> bool:
-    """Whether the autoscaler can never have all that is asked of it; then it launches nothing."""
+    """Return True if the autoscaler can never meet all requests; then it launches nothing."""
     try:
         return is_infeasible(_SECONDS_TO_ANSWER)
     except ray.exceptions.RpcError:

@@ -1,8 +1,9 @@
-"""How many workers a run has, and on which nodes: decisions from what is known of the cluster.
+"""The number of workers of a run and their nodes: decisions from the state of the cluster.
 
-`ScalingMachine` takes events and returns instructions; an instruction to look is answered with an
-event. `place` takes the room on each node and returns the node of each worker. Nothing here knows
-Ray or reads a clock: `scaling_policy.py` feeds it and carries out what it says.
+`ScalingMachine` takes events and returns instructions; a `Look` instruction is answered with an
+event. `place` takes the number of workers that fit on each node and returns the node of each
+worker. This module does not import Ray and reads no clock: `scaling_policy.py` feeds it and carries
+out its instructions.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ from enum import Enum
 
 from elastrata.step.events import Action, ControlSignal
 
+# A check opens a connection to every node.
 SECONDS_BETWEEN_LOOKS = 1.0
-"""At the whole cluster: every node is asked for a connection."""
+"""Shortest time between two checks of the whole cluster."""
+# Ray's autoscaler updates its status every 5 s.
 SECONDS_TO_JUDGE = 12.0
-"""From a new demand to an answer that is about it: the autoscaler looks every five seconds."""
+"""Time from a new demand to an autoscaler status that reflects it."""
 _PAUSE_SECONDS = SECONDS_BETWEEN_LOOKS / 10
 
 
 @dataclass(frozen=True)
 class ControllerStarted:
-    """A controller has begun; one before it may have asked something of the workers."""
+    """A Ray Train controller has started."""
 
 
 @dataclass(frozen=True)
 class NoGroup:
-    """There is no group of workers."""
+    """The run has no group of workers."""
 
 
 @dataclass(frozen=True)
@@ -37,53 +40,54 @@ class GroupRuns:
 
 @dataclass(frozen=True)
 class NodesSeen:
-    """Answers `Look.NODES`."""
+    """The answer to `Look.NODES`."""
 
     leaving: frozenset[str]
-    """Ids of the group's nodes that are about to go."""
+    """Ids of the group's nodes that are being drained."""
 
 
 @dataclass(frozen=True)
 class SizeProposed:
-    """Answers `Look.SIZE`, where the reservation has room for another number of workers."""
+    """The answer to `Look.SIZE` if the reservation fits another number of workers."""
 
     workers: int
-    """Those of the group."""
+    """Workers of the present group."""
     proposed: int
+    """Workers that fit into the reserved resources."""
     free: int
-    """More workers that fit beside all that runs."""
+    """Additional workers that fit into unclaimed resources."""
 
 
 @dataclass(frozen=True)
 class RoomSeen:
-    """Answers `Look.ROOM`."""
+    """The answer to `Look.ROOM`."""
 
     workers: int
-    """There is room for, in whole groups, on nodes that stay."""
+    """Workers that fit, in whole groups, on nodes that stay."""
 
 
 @dataclass(frozen=True)
 class HaltSeen:
-    """Answers `Look.HALT`."""
+    """The answer to `Look.HALT`."""
 
     has_halted: bool
-    """Whether the workers have saved their state and take no more steps."""
+    """True once the workers have saved their state and take no more steps."""
 
 
 @dataclass(frozen=True)
 class DemandSeen:
-    """Answers `Look.DEMAND`, where an autoscaler launches the cluster's nodes."""
+    """The answer to `Look.DEMAND` if an autoscaler launches the cluster's nodes."""
 
     most: int
-    """Workers that are of use."""
+    """Most workers that the run can use."""
     have: int
-    """Workers that there is room for now, or that run."""
+    """Workers that run, or that fit into the resources reserved now."""
     is_refused: bool
-    """Whether the autoscaler refuses what is asked of it."""
+    """True if the autoscaler reports that it cannot meet the request."""
 
 
 class Look(Enum):
-    """Has somebody look at the cluster."""
+    """An instruction to inspect the cluster."""
 
     CLUSTER = "which nodes are about to go, or do not answer"
     NODES = "which of the group's nodes are about to go"
@@ -95,57 +99,57 @@ class Look(Enum):
 
 @dataclass(frozen=True)
 class Signal:
-    """Asks something of the workers."""
+    """An instruction to send a control signal to the workers."""
 
     signal: ControlSignal
 
 
 @dataclass(frozen=True)
 class Withdraw:
-    """Asks no halt of the workers any more."""
+    """An instruction to withdraw a request to halt."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Asks the autoscaler for room for so many workers."""
+    """An instruction to request resources for this many workers from the autoscaler."""
 
     workers: int
 
 
 @dataclass(frozen=True)
 class Resize:
-    """Ends the group and starts one of so many workers."""
+    """An instruction to end the group and start one of this many workers."""
 
     workers: int
 
 
 @dataclass(frozen=True)
 class StartGroup:
-    """Starts a group of as many workers as Ray has reserved room for, on nodes that answer."""
+    """An instruction to start a group on all reserved resources of nodes that answer."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Waits."""
+    """An instruction to sleep."""
 
     seconds: float
 
 
 Seen = NodesSeen | SizeProposed | RoomSeen | HaltSeen | DemandSeen
-"""The events that answer a look."""
+"""The events that answer a `Look`."""
 ScalingEvent = ControllerStarted | NoGroup | GroupRuns | Seen
 Instruction = Look | Signal | Withdraw | Demand | Resize | StartGroup | Pause
 
 
 class ScalingMachine:
-    """The decisions for one controller's groups of workers.
+    """State machine that decides the size of one controller's groups of workers.
 
     Args:
-        least: the fewest workers that are of use.
-        multiple: workers come in whole numbers of so many.
-        grace_seconds: how long the workers may take to save their state.
-        retry_seconds: after which a refusal of the autoscaler is of old. Different for each run, so
-            that they do not ask in step.
+        least: fewest workers that the run can use.
+        multiple: the number of workers is a multiple of this.
+        grace_seconds: time for the workers to save their state before they are stopped.
+        retry_seconds: time after which a refusal of the autoscaler expires. It differs between
+            runs, so that they do not retry simultaneously.
     """
 
     def __init__(
@@ -157,74 +161,76 @@ class ScalingMachine:
         self._halt: ControlSignal | None = None
         self._deadline = 0.0
         self._leaving: frozenset[str] = frozenset()
-        self._warned_of: frozenset[str] = frozenset()
-        self._looked = self._demand_looked = float("-inf")
+        self._warned_nodes: frozenset[str] = frozenset()
+        self._checked_at = self._demand_checked_at = float("-inf")
 
     def handle(self, event: ScalingEvent, now: float) -> list[Instruction]:
-        """Takes an event.
+        """Take an event and return the instructions that follow from it.
 
         Args:
-            event: what has happened, or been seen.
-            now: by a clock that never goes back, in seconds.
+            event: a change of the run, or the answer to a `Look`.
+            now: time of a monotonic clock, in seconds.
 
         Returns:
-            What is to be done, in this order; before the rest, what comes of it.
+            Instructions, to be carried out in this order. The events that answer one are handled
+            before the next one.
         """
         match event:
             case ControllerStarted():
+                # A previous controller may have left a request to halt in the channel.
                 return self._withdraw()
             case NoGroup():
-                return self._without_group(now)
+                return self._handle_no_group(now)
             case GroupRuns():
                 look = Look.HALT if self._halt else Look.NODES
                 return [*self._look_at_demand(now), look]
             case NodesSeen():
-                return self._nodes_seen(event.leaving, now)
+                return self._handle_nodes(event.leaving, now)
             case SizeProposed():
-                return self._size_proposed(event, now)
+                return self._handle_size(event, now)
             case RoomSeen():
-                return self._room_seen(event.workers, now)
+                return self._handle_room(event.workers, now)
             case HaltSeen():
-                return self._halt_seen(event.has_halted, now)
+                return self._handle_halt(event.has_halted, now)
             case DemandSeen():
                 return self._demands.handle(event, now)
 
-    def _without_group(self, now: float) -> list[Instruction]:
+    def _handle_no_group(self, now: float) -> list[Instruction]:
         withdrawal = self._withdraw() if self._halt else []
-        if not self._is_time(now):  # Ray's loop does not pause while there is no group
+        if not self._begin_check(now):  # Ray's loop does not pause while there is no group
             return [*withdrawal, Pause(_PAUSE_SECONDS)]
         return [*withdrawal, Look.CLUSTER, *self._look_at_demand(now), StartGroup()]
 
-    def _nodes_seen(self, leaving: frozenset[str], now: float) -> list[Instruction]:
+    def _handle_nodes(self, leaving: frozenset[str], now: float) -> list[Instruction]:
         self._leaving = leaving
         if not leaving:
             return [Look.SIZE]
-        return [Look.ROOM] if self._is_time(now) else []
+        return [Look.ROOM] if self._begin_check(now) else []
 
-    def _size_proposed(self, event: SizeProposed, now: float) -> list[Instruction]:
+    def _handle_size(self, event: SizeProposed, now: float) -> list[Instruction]:
         count = min(event.proposed, event.workers + event.free)
         count -= count % self._multiple
         if count == event.workers:
             return []
         return self._ask_to_halt("resize", f"{event.workers} -> {count} workers", now)
 
-    def _room_seen(self, workers: int, now: float) -> list[Instruction]:
+    def _handle_room(self, workers: int, now: float) -> list[Instruction]:
         if self._halt is None:
-            return self._make_way(workers, now)
+            return self._leave_nodes(workers, now)
         if workers < self._least:
             return []
         return [*self._withdraw(), Resize(workers)]
 
-    def _make_way(self, room: int, now: float) -> list[Instruction]:
-        """Halts for a group on other nodes where there is room for one; else has the workers save
-        once, and looks again."""
+    def _leave_nodes(self, room: int, now: float) -> list[Instruction]:
+        """Request a halt if another group fits on other nodes; otherwise request one save per
+        leaving node and check again later."""
         leaving = self._leaving
         text = f"{len(leaving)} node{'s' * (len(leaving) > 1)} to go"
         if room >= self._least:
             return self._ask_to_halt("drain", text, now)
-        if not leaving - self._warned_of:
+        if not leaving - self._warned_nodes:
             return []
-        self._warned_of |= leaving
+        self._warned_nodes |= leaving
         return [Signal(ControlSignal(action=Action.SAVE, reason="drain", text=text))]
 
     def _ask_to_halt(self, reason: str, text: str, now: float) -> list[Instruction]:
@@ -232,60 +238,62 @@ class ScalingMachine:
         self._deadline = now + self._grace_seconds
         return [Look.HALT]
 
-    def _halt_seen(self, has_halted: bool, now: float) -> list[Instruction]:
+    def _handle_halt(self, has_halted: bool, now: float) -> list[Instruction]:
         if self._halt and not has_halted and now < self._deadline:
-            return [Signal(self._halt)]  # again: who was asked may have died
+            # Repeated: the process that received it may have died.
+            return [Signal(self._halt)]
         return [Look.ROOM]
 
     def _withdraw(self) -> list[Instruction]:
         self._halt = None
         return [Withdraw()]
 
-    def _is_time(self, now: float) -> bool:
-        """Whether the last look at the whole cluster is some time ago; then a new one begins."""
-        if now - self._looked < SECONDS_BETWEEN_LOOKS:
+    def _begin_check(self, now: float) -> bool:
+        """Return True, and start a new interval, if the last check of the whole cluster is at least
+        `SECONDS_BETWEEN_LOOKS` ago."""
+        if now - self._checked_at < SECONDS_BETWEEN_LOOKS:
             return False
-        self._looked = now
+        self._checked_at = now
         return True
 
     def _look_at_demand(self, now: float) -> list[Instruction]:
-        if now - self._demand_looked < SECONDS_BETWEEN_LOOKS:
+        if now - self._demand_checked_at < SECONDS_BETWEEN_LOOKS:
             return []
-        self._demand_looked = now
+        self._demand_checked_at = now
         return [Look.DEMAND]
 
 
+# Ray's autoscaler launches no node at all if a request exceeds what its cluster may ever have, or
+# if the requests of several runs do so together. So a refused run has to ask for less.
 class _Demands:
-    """The workers that one run asks the autoscaler for; never less than it has.
+    """The number of workers that one run requests from the autoscaler; never fewer than it has.
 
-    Ray's autoscaler launches nothing at all for a request beyond what its cluster may ever have,
-    nor for the requests of several runs that are so together. So a run that is refused asks for
-    fewer, and finds what it can have by halving; one that cannot have the least that it needs asks
-    for nothing for a while.
+    A run whose request is refused finds by bisection how many workers it can get. A run that is
+    refused even `least` workers requests no more than it has until `retry_seconds` have passed.
     """
 
     def __init__(self, least: int, retry_seconds: float) -> None:
         self._least = least
         self._retry_seconds = retry_seconds
         self._demanded: int | None = None
-        self._since = self._refused_at = float("-inf")
+        self._demanded_at = self._refused_at = float("-inf")
         self._refused: int | None = None
 
     def handle(self, event: DemandSeen, now: float) -> list[Instruction]:
-        waited = now - self._since
+        waited = now - self._demanded_at
         demanded = self._demanded or 0
         if event.is_refused and demanded > event.have and waited >= SECONDS_TO_JUDGE:
             self._refused, self._refused_at = demanded, now
         elif now - self._refused_at >= self._retry_seconds:
             self._refused = None
-        count = self._between(event.most, event.have)
+        count = self._next_count(event.most, event.have)
         if count == self._demanded:
             return []
-        self._demanded, self._since = count, now
+        self._demanded, self._demanded_at = count, now
         return [Demand(count)]
 
-    def _between(self, most: int, have: int) -> int:
-        """Half-way from what there is to what was refused."""
+    def _next_count(self, most: int, have: int) -> int:
+        """Return the next number to request: half-way between the present and the refused one."""
         if have >= most or self._refused is None:
             return most
         if self._refused <= self._least:
@@ -293,44 +301,44 @@ class _Demands:
         return min(most, max(self._least, have, (have + self._refused) // 2))
 
 
-# Ray numbers workers node by node, in the order in which it was asked for their places. So the
-# order of nodes is that of ranks: neighbours have one stage of a pipeline, or the next.
+# Ray numbers workers node by node, in the order in which their places were requested. So the order
+# of nodes is the order of ranks, and neighbours share a pipeline stage or have adjacent ones.
 
 
 def place(rooms: Mapping[str, int], workers: int, tensor: int) -> list[str] | None:
-    """The node of each worker, in the order of ranks; None where there is no room for all.
+    """Return the node of each worker, in the order of ranks; None if not all workers fit.
 
-    Whole tensor groups come first, node by node. Where these are not all there is room for what is
-    left over of each node, which comes last: few groups lie on several nodes then.
+    Whole tensor groups are placed first, node by node. The remaining workers share what is left on
+    each node and come last, so that few groups are split over nodes.
 
     Args:
-        rooms: workers that fit on each node; those in front are taken first.
-        workers: that are wanted, a multiple of `tensor`.
-        tensor: workers of a tensor group.
+        rooms: number of workers that fit on each node; nodes in front are filled first.
+        workers: number of workers to place, a multiple of `tensor`.
+        tensor: workers per tensor group.
     """
-    whole = {node: room - room % tensor for node, room in rooms.items()}
+    whole_rooms = {node: room - room % tensor for node, room in rooms.items()}
     if sum(rooms.values()) < workers:
         return None
-    taken = _taken(whole, workers)
-    left = workers - sum(taken.values())
-    rest = _taken({node: rooms[node] - whole[node] for node in rooms}, left)
-    counts = {node: taken[node] + rest[node] for node in rooms}
-    even = [node for node in rooms if not rest[node]]
-    order = [*even, *(node for node in rooms if rest[node])]
+    in_groups = _fill_nodes(whole_rooms, workers)
+    remaining = workers - sum(in_groups.values())
+    left_over = _fill_nodes({node: rooms[node] - whole_rooms[node] for node in rooms}, remaining)
+    counts = {node: in_groups[node] + left_over[node] for node in rooms}
+    even = [node for node in rooms if not left_over[node]]
+    order = [*even, *(node for node in rooms if left_over[node])]
     return [node for node in order for _ in range(counts[node])]
 
 
 def in_whole_groups(rooms: Sequence[int], tensor: int) -> int:
-    """Workers that there is room for in tensor groups that lie on one node each."""
+    """Return how many workers fit in tensor groups that are each on a single node."""
     return sum(room - room % tensor for room in rooms)
 
 
 def split_groups(nodes: Sequence[str], tensor: int) -> int:
-    """Tensor groups whose workers are on several nodes.
+    """Return the number of tensor groups whose workers are on several nodes.
 
     Args:
-        nodes: of each rank.
-        tensor: workers of a tensor group, which are neighbours.
+        nodes: the node of each rank.
+        tensor: workers per tensor group; their ranks are consecutive.
     """
     groups = (nodes[first : first + tensor] for first in range(0, len(nodes), tensor))
     return sum(len(set(group)) > 1 for group in groups)
@@ -339,12 +347,12 @@ def split_groups(nodes: Sequence[str], tensor: int) -> int:
 def in_order(
     rooms: Mapping[str, int], peaks: Mapping[str, float], *, fastest_first: bool
 ) -> dict[str, int]:
-    """Nodes with equally fast devices one after the other, the largest rooms of each first.
+    """Return the nodes sorted by the speed of their devices, then with the largest room first.
 
     Args:
-        rooms: workers that fit on each node.
-        peaks: of the devices of each node; those of others are taken for equal.
-        fastest_first: else they come last.
+        rooms: number of workers that fit on each node.
+        peaks: peak FLOP/s by node; nodes without an entry count as equally fast.
+        fastest_first: True to sort the fastest nodes first, False to sort them last.
     """
     sign = -1 if fastest_first else 1
     order = sorted(rooms, key=lambda node: (sign * peaks.get(node, 0.0), -rooms[node], node))
@@ -352,21 +360,21 @@ def in_order(
 
 
 def split_line(nodes: Sequence[str], tensor: int) -> str:
-    """What to tell of tensor groups that lie on several nodes; empty where none does."""
-    split = split_groups(nodes, tensor)
-    if not split:
+    """Return a warning about tensor groups that are split over nodes; empty if none is."""
+    num_split = split_groups(nodes, tensor)
+    if not num_split:
         return ""
     return (
-        f"parallel.tensor: {tensor}: {split} of {len(nodes) // tensor} groups have workers on "
+        f"parallel.tensor: {tensor}: {num_split} of {len(nodes) // tensor} groups have workers on "
         "several nodes, and talk over the network in every block; a node with room for a multiple "
         f"of {tensor} workers has whole groups"
     )
 
 
-def _taken(rooms: Mapping[str, int], workers: int) -> dict[str, int]:
-    """Workers on each node, where those in front are filled first."""
-    taken = {}
+def _fill_nodes(rooms: Mapping[str, int], workers: int) -> dict[str, int]:
+    """Return the number of workers on each node if nodes in front are filled first."""
+    counts = {}
     for node, room in rooms.items():
-        taken[node] = min(room, workers)
-        workers -= taken[node]
-    return taken
+        counts[node] = min(room, workers)
+        workers -= counts[node]
+    return counts

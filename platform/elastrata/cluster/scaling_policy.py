@@ -1,8 +1,8 @@
-"""When the group of workers changes its size: not before its state is safe.
+"""Scaling policy: resizes the group of workers only after its state has been saved.
 
-Ray's own elastic policy kills the workers in the middle of a step. This one asks them, through the
-channel, to save their state and halt, and resizes when they have. It also sees nodes that are about
-to go (`ray drain-node`, a spot machine's notice) before they are gone.
+Ray's own elastic policy kills the workers in the middle of a step. This one asks them through the
+control channel to save their state and halt, and resizes once they have. It also detects nodes that
+are being drained (`ray drain-node`, a spot machine's notice) before they are gone.
 """
 
 from __future__ import annotations
@@ -68,31 +68,29 @@ from elastrata.step.events import Action, Warned
 _SECONDS_TO_ANSWER = 5.0
 _SECONDS_BETWEEN_QUERIES = 1.0
 _RETRY_SECONDS = (45.0, 90.0)
-"""Until a run asks again for what an autoscaler refused; drawn for each run."""
+"""Range of the time until a run repeats a request that an autoscaler refused; random for each
+run."""
 _ROUNDING = 1e-6
-"""Ray adds up fractions of a CPU; three workers of 0.4 need no more than 1.2."""
+"""Tolerance when dividing resources: three workers of 0.4 CPUs fit into 1.2."""
 
 
+# It has the methods that the controller calls, but not Ray's `ScalingPolicy` as a base: those bases
+# give access to their resource requests only through underscore members.
 class GracefulScalingPolicy(ControllerCallback):
-    """Decides the number of workers, between the recipe's bounds, in Ray Train's controller: feeds
-    a `ScalingMachine` and carries out what it says.
+    """Policy that decides the number of workers in Ray Train's controller.
 
-    It has what the controller calls of Ray's `ScalingPolicy`, and no base of that kind: those give
-    no other way to their resource requests than underscore members.
+    It feeds a `ScalingMachine` and carries out its instructions.
 
     Args:
-        scaling: with the bounds, and how often a resize upward is considered.
-        channel: to ask the workers through.
-        run: what Ray's reservations are for. A controller that follows one that died takes them
-            over; another name's would bar it from these resources for three minutes.
-        multiple: workers come in whole numbers of so many; what is left over waits as spares.
-        grace_seconds: how long the workers may take to save their state.
-        slow: the nodes that are to be left out, where any are.
-        tensor: so many neighbours talk in every block: they are placed on one node, where one has
-            room.
-        peaks: FLOP/s by family of GPUs, where ranks go by the speed of their nodes; default: they
-            do not.
-        fastest_first: the order of ranks then.
+        scaling: bounds on the number of workers, and the interval at which growth is considered.
+        channel: handle of the control channel to the workers.
+        run: name under which Ray reserves resources.
+        multiple: the number of workers is a multiple of this; the remainder stays idle.
+        grace_seconds: time for the workers to save their state before they are stopped.
+        slow: finds slow nodes to exclude; None excludes none.
+        tensor: workers per tensor group. A group is placed on one node if one has room for it.
+        peaks: FLOP/s by GPU family, if ranks are ordered by the speed of their nodes.
+        fastest_first: with `peaks`: True to give the first ranks the fastest nodes.
     """
 
     def __init__(
@@ -112,6 +110,8 @@ class GracefulScalingPolicy(ControllerCallback):
         resources: Any = scaling.resources_per_worker
         self._resources: dict[str, float] = dict(resources or {})
         self._channel = channel
+        # A controller that replaces a dead one takes over the reservations of the same name. Under
+        # another name they would block the resources for three minutes.
         self._run = run
         self._multiple = multiple
         self._slow = slow
@@ -153,12 +153,12 @@ class GracefulScalingPolicy(ControllerCallback):
 
     @property
     def avoided(self) -> frozenset[str]:
-        """Ids of the nodes that workers keep off, as of the newest decision."""
+        """Ids of the nodes that get no workers, as of the newest decision."""
         return self._avoided
 
     @property
     def places_by_rules(self) -> bool:
-        """Whether it matters which worker is on which node."""
+        """True if it matters which worker is on which node."""
         return self._tensor > 1 or bool(self._peaks)
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
@@ -174,8 +174,7 @@ class GracefulScalingPolicy(ControllerCallback):
         return self._feed(GroupRuns()) or NoopDecision()
 
     def _feed(self, event: ScalingEvent) -> ScalingDecision | None:
-        """Tells the machine of an event and carries out what it says; returns the decision that
-        this comes to, if any."""
+        """Pass an event to the machine, carry out its instructions and return the last decision."""
         decision: ScalingDecision | None = None
         for instruction in self._machine.handle(event, time.monotonic()):
             decision = self._carry_out(instruction) or decision
@@ -207,36 +206,37 @@ class GracefulScalingPolicy(ControllerCallback):
     def _look(self, look: Look) -> Seen | None:
         match look:
             case Look.CLUSTER:
-                self._avoided = self._left_out(draining() | unreachable())
+                self._avoided = self._exclude_slow(draining() | unreachable())
                 return None
             case Look.NODES:
                 own = {worker.metadata.node_id for worker in self._group.workers}
                 self._own_nodes, leaving = frozenset(own), draining()
-                self._avoided = leaving | (self._left_out(leaving) - self._own_nodes)
+                self._avoided = leaving | (self._exclude_slow(leaving) - self._own_nodes)
                 return NodesSeen(leaving & self._own_nodes)
             case Look.SIZE:
-                return self._proposal()
+                return self._propose_size()
             case Look.ROOM:
-                return RoomSeen(self._possible())
+                return RoomSeen(self._count_possible_now())
             case Look.HALT:
                 return HaltSeen(bool(self._call("has_halted")))
             case Look.DEMAND:
                 return self._demand()
 
-    def _proposal(self) -> SizeProposed | None:
-        """Another size, once the newcomers that it needs are there."""
+    def _propose_size(self) -> SizeProposed | None:
+        """Return another size for the group; None while its newcomers have yet to start."""
         if self._proposed is None:
-            have, wanted = self._group.num_workers, self._considered()
+            have, wanted = self._group.num_workers, self._consider_size()
             if wanted in (None, have) or wanted < self.scaling_config.min_workers:
                 return None
-            self._proposed = SizeProposed(have, wanted, self._free())
-        if self._newcomers_are_awaited(self._proposed):
+            self._proposed = SizeProposed(have, wanted, self._count_free())
+        if self._is_awaiting_newcomers(self._proposed):
             return None
         proposed, self._proposed = self._proposed, None
         return proposed
 
-    def _considered(self) -> int | None:
-        """Return the workers there is room for; None if that was considered a moment ago."""
+    def _consider_size(self) -> int | None:
+        """Return the number of workers that fit; None if that was considered less than one monitor
+        interval ago."""
         now = time.monotonic()
         since = max(self._group.start_time, self._considered_at)
         if now - since < self.scaling_config.elastic_resize_monitor_interval_s:
@@ -244,38 +244,39 @@ class GracefulScalingPolicy(ControllerCallback):
         self._considered_at = now
         return self._count_reserved()
 
-    def _newcomers_are_awaited(self, size: SizeProposed) -> bool:
-        """Start the newcomers of a larger group; return True while they have not all started.
-        Without workers that stay, newcomers start when the others have halted."""
+    def _is_awaiting_newcomers(self, size: SizeProposed) -> bool:
+        """Start the newcomers of a larger group; return True until all have started. Return False
+        at once if workers do not stay: newcomers start after the others have halted."""
         more = min(size.proposed - size.workers, size.free)
         more -= more % self._multiple
         places = self._group.placement_group_handle
         if more <= 0 or not isinstance(places, WorkerPlaces) or self.places_by_rules:
             return False
-        are_there = places.prepare(more, elsewhere(self._avoided))
-        if are_there is None:
+        have_started = places.prepare(more, elsewhere(self._avoided))
+        if have_started is None:
             self._proposed = None
-        return not are_there
+        return not have_started
 
     def _demand(self) -> DemandSeen | None:
         if not launches_nodes():
             return None
         running = self._group.num_workers if self._group else 0
         return DemandSeen(
-            most=self._wanted(),
+            most=self._num_wanted(),
             have=max(running, self._reserved_count),
             is_refused=refuses(),
         )
 
-    def _possible(self) -> int:
-        """The workers there is room for, from a fresh view of the cluster."""
-        self._avoided = self._left_out(draining() | unreachable())
+    def _count_possible_now(self) -> int:
+        """Return the number of workers that fit, from a fresh view of the cluster."""
+        self._avoided = self._exclude_slow(draining() | unreachable())
         self._request_room()
         self._reserved_at = float("-inf")
         return self._count_reserved() or 0
 
-    def _left_out(self, avoided: frozenset[str]) -> frozenset[str]:
-        """These nodes and the slow ones; without those where too few workers were left."""
+    def _exclude_slow(self, avoided: frozenset[str]) -> frozenset[str]:
+        """Return these nodes and the slow ones, or only these nodes if otherwise fewer than the
+        minimum of workers would fit."""
         slow = self._slow.nodes() - avoided if self._slow else frozenset()
         if not slow:
             return avoided
@@ -283,24 +284,25 @@ class GracefulScalingPolicy(ControllerCallback):
         room = sum(self._room(node["Resources"]) for node in staying)
         return avoided if room < self.scaling_config.min_workers else avoided | slow
 
-    def _free(self) -> int:
-        """More workers that fit beside all that runs: others than Ray Train's may hold resources,
-        and the reservation does not know of them."""
+    def _count_free(self) -> int:
+        """Return the number of additional workers that fit into unclaimed resources."""
         avoided = self._avoided | unreachable()
+        # The reservation covers Ray Train alone; other tasks and actors may hold resources.
         return sum(self._room(r) for node, r in free_resources().items() if node not in avoided)
 
     def _request_room(self) -> None:
-        """Reserve room for as many workers as the autoscaler may ever grant. Without one: for the
-        most workers, and once more for those that the run's own nodes about to go have room for,
-        at most twice as many: else Ray might reserve room on these alone."""
-        self._client.send_resource_request(self.scaling_config, self._requested())
+        """Reserve resources for the number of workers that the run requests."""
+        # Ray might reserve the run's own draining nodes alone, so their workers are requested
+        # twice.
+        self._client.send_resource_request(self.scaling_config, self._num_requested())
 
-    def _requested(self) -> int:
-        return self._wanted() if self._demanded is None else self._demanded
+    def _num_requested(self) -> int:
+        return self._num_wanted() if self._demanded is None else self._demanded
 
     def _count_reserved(self) -> int | None:
-        """Return the workers that there is reserved room for; None if Ray does not answer."""
-        self._client.maybe_send_resource_request(self.scaling_config, self._requested())
+        """Return the number of workers that fit into the reservation; None if Ray does not
+        answer."""
+        self._client.maybe_send_resource_request(self.scaling_config, self._num_requested())
         reserved = self._reserved_resources()
         return None if reserved is None else self.count_possible(reserved)
 
@@ -318,16 +320,19 @@ class GracefulScalingPolicy(ControllerCallback):
         self._reserved_at = time.monotonic()
         return self._reserved
 
-    def _wanted(self) -> int:
+    def _num_wanted(self) -> int:
+        """Return the most workers, plus those on the run's own nodes that are leaving."""
         leaving = self._avoided & self._own_nodes
         room = sum(self._room(n["Resources"]) for n in nodes() if n["NodeID"] in leaving)
         return self.scaling_config.max_workers + min(room, self.scaling_config.max_workers)
 
     def count_possible(self, reserved: Mapping[str, Mapping[str, float]]) -> int:
-        """Return the workers that fit into reserved resources, by node, in whole groups."""
+        """Return the number of workers that fit into reserved resources, by node, in whole
+        groups."""
         staying = [r for node, r in reserved.items() if node not in self._avoided]
         rooms = [self._room(resources) for resources in staying]
         count = in_whole_groups(rooms, self._tensor)
+        # Split groups are slower, but better than no training.
         if count < max(self.scaling_config.min_workers, self._multiple):
             count = sum(rooms)
         count = min(count, self.scaling_config.max_workers)
@@ -336,25 +341,25 @@ class GracefulScalingPolicy(ControllerCallback):
 
     @override
     def before_controller_execute_resize_decision(self, resize_decision: ResizeDecision) -> None:
-        """Say where the workers may be placed: Ray would take nodes that it has not yet missed."""
+        """Set the label selectors that keep workers off nodes whose loss Ray has not noticed."""
         # The hook that Ray has for this takes one selector for all workers; only the scaling
         # configuration of the run takes a list, and it is read after this.
         self._scaling_of_run.label_selector = self._selectors(resize_decision.num_workers)
 
     def _selectors(self, num_workers: int) -> list[dict[str, str]] | None:
-        """Return the label selector of each worker. A group that did not start when each worker had
-        its node is placed by Ray the next time."""
+        """Return the label selector of each worker; None if any node will do."""
+        # If a group with a node per worker did not start, the next try leaves the placement to Ray.
         if self.places_by_rules and not self._was_placed:
-            placed = self._placed(num_workers)
-            self._was_placed = placed is not None
-            if placed:
-                return [only_on(node) for node in placed]
+            nodes_by_rank = self._place_workers(num_workers)
+            self._was_placed = nodes_by_rank is not None
+            if nodes_by_rank:
+                return [only_on(node) for node in nodes_by_rank]
         self._was_placed = False
         selector = elsewhere(self._avoided)
         return [selector] * num_workers if selector else None
 
-    def _placed(self, num_workers: int) -> list[str] | None:
-        """The node of each worker, in the order of ranks; None where there is no room for all."""
+    def _place_workers(self, num_workers: int) -> list[str] | None:
+        """Return the node of each worker, in the order of ranks; None if not all workers fit."""
         reserved = self._reserved_resources() or {}
         rooms = {
             node: self._room(resources)
@@ -366,7 +371,7 @@ class GracefulScalingPolicy(ControllerCallback):
         return place(ordered, num_workers, self._tensor)
 
     def _room(self, resources: Mapping[str, float]) -> int:
-        """Workers that fit into the resources of one node."""
+        """Return the number of workers that fit into the resources of one node."""
         fitting = [
             (resources.get(name, 0.0) + _ROUNDING) // amount
             for name, amount in self._resources.items()
@@ -378,7 +383,7 @@ class GracefulScalingPolicy(ControllerCallback):
         return ResizeDecision(workers, self._resources)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Calls the channel; one that does not answer is one that halts nobody."""
+        """Call a method of the channel; return None if the channel does not answer."""
         try:
             return ray.get(
                 getattr(self._channel, method).remote(*arguments), timeout=_SECONDS_TO_ANSWER
@@ -388,11 +393,11 @@ class GracefulScalingPolicy(ControllerCallback):
 
 
 class SlowNodes:
-    """Asks the control channel for them, and says who is left out.
+    """Slow nodes as measured by the control channel; newly found ones are reported.
 
     Args:
-        channel: its handle.
-        limit: nodes with a worker below this share of its kind's pace are slow.
+        channel: handle of the control channel.
+        limit: nodes with a worker below this share of its kind's speed are slow.
     """
 
     def __init__(self, channel: Any, limit: float) -> None:
@@ -400,13 +405,13 @@ class SlowNodes:
         self._known: frozenset[str] = frozenset()
 
     def nodes(self) -> frozenset[str]:
-        """Their ids; those known last, where the channel does not answer."""
+        """Return the ids of the slow nodes; the last known ones if the channel does not answer."""
         try:
             call = self._channel.slow_nodes.remote()
-            found: Mapping[str, float] = ray.get(call, timeout=_SECONDS_TO_ANSWER)
+            factors: Mapping[str, float] = ray.get(call, timeout=_SECONDS_TO_ANSWER)
         except ray.exceptions.RayError:
             return self._known
-        slow = {node: factor for node, factor in found.items() if factor < self._limit}
+        slow = {node: factor for node, factor in factors.items() if factor < self._limit}
         for node in slow.keys() - self._known:
             text = (
                 f"node {node} has a worker at {slow[node]:.2f} of its kind's speed, below "

@@ -1,10 +1,10 @@
 """Workers that stay: when a group of workers ends, its processes serve in the next group.
 
-Ray Train ends a whole group when one worker is lost or one is to be added: every process, with its
-imports, its CUDA context and what it has compiled, is started anew. Here the next group takes over
-the processes that did nothing wrong, and only what is missing is started. A process does the same
-for every group (`worker.py`): it joins a new process group, builds the model, loads the newest copy
-of the state and opens the stream there. Digests and losses are those of workers started anew.
+Ray Train ends a whole group when one worker is lost or added: every process, with its imports, its
+CUDA context and its compiled code, is started anew. Here the next group takes over the processes
+that did not fail, and only missing ones are started. A process does the same for every group
+(`worker.py`): it joins a new process group, builds the model, loads the newest state and opens the
+stream at that state. Digests and losses equal those of workers that are started anew.
 
 Sections: places of workers; leaving a group, in a worker; the group and its handover to the next
 one, in Ray Train's controller.
@@ -68,9 +68,9 @@ STAYING_WORKER_VARIABLES = {
 _SECONDS_TO_LEAVE = 10.0
 """Time for a worker's training thread to end once its group is broken."""
 _SECONDS_TO_START = 15.0
-"""Time for missing workers to start beside those that stay."""
+"""Time for missing workers to start while the others wait."""
 _SECONDS_TO_PREPARE = 60.0
-"""Time for newcomers to find room; the others train until they have started."""
+"""Time for newcomers to get resources; the others train until all newcomers have started."""
 _logger = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------- places of workers
@@ -83,9 +83,9 @@ class Newcomers:
     """Workers for a larger group, which start while the smaller one trains."""
 
     actors: Mapping[int, Any]
-    """By the numbers of their places."""
+    """Actors by the numbers of their places."""
     calls: Sequence[Any]
-    """Answered by those that have started."""
+    """A pending call to each actor, answered once it has started."""
     since: float
 
     @property
@@ -94,15 +94,16 @@ class Newcomers:
         return not ray.wait(list(self.calls), num_returns=len(self.calls), timeout=0)[1]
 
 
+# One bundle per placement group, so that workers come and go singly. Ray places each bundle on the
+# node on which it leaves the least free, so workers are packed on few nodes.
 class WorkerPlaces(PlacementGroupHandle):
-    """The placement groups of a group's workers: one bundle each, so that they come and go singly.
+    """The placement groups of a group's workers, one per worker.
 
-    Places have numbers that are unique in this process. Ray places each bundle on the node where it
-    leaves the least free, so that workers are together on few nodes.
+    Places have numbers that are unique in this process.
 
     Args:
         run: context of the run, with the workers' runtime environment.
-        resources: of one worker.
+        resources: resources of one worker.
     """
 
     def __init__(self, run: TrainRunContext, resources: Mapping[str, float]) -> None:
@@ -110,12 +111,12 @@ class WorkerPlaces(PlacementGroupHandle):
         self._groups: dict[int, PlacementGroup] = {}
         self._seconds_to_wait = float("inf")
         self.newcomers: Newcomers | None = None
-        """Workers for the next group, if that is to be larger."""
+        """Workers that start for a larger next group; None if there are none."""
         self.is_kept = False
         """True while the places outlive their group."""
 
     def reserve(self, selectors: Sequence[Mapping[str, str] | None]) -> list[int]:
-        """Ask for one more place per label selector, and return their numbers."""
+        """Request one more place per label selector, and return the numbers of the places."""
         added = {
             next(_numbers): placement_group(
                 [self._resources], bundle_label_selector=[dict(selector)] if selector else None
@@ -126,19 +127,20 @@ class WorkerPlaces(PlacementGroupHandle):
         return list(added)
 
     def free(self, numbers: Iterable[int]) -> None:
-        """Give places back, which ends the processes that run there."""
+        """Release places, which ends the processes that run in them."""
         for number in numbers:
             remove_placement_group(self._groups.pop(number))
 
     def start(self, numbers: Iterable[int]) -> dict[int, Any]:
         """Start a worker's process in each of these places; return the actors by place."""
-        wanted: Any = self._run.run_config.worker_runtime_env
-        variables = {**get_env_vars_to_propagate(), **wanted.get("env_vars", {})}
-        kind: Any = ray.remote(
-            runtime_env={**wanted, "env_vars": variables}, **bundle_to_remote_args(self._resources)
+        environment: Any = self._run.run_config.worker_runtime_env
+        variables = {**get_env_vars_to_propagate(), **environment.get("env_vars", {})}
+        actor_class: Any = ray.remote(
+            runtime_env={**environment, "env_vars": variables},
+            **bundle_to_remote_args(self._resources),
         )(RayTrainWorker)
         return {
-            number: kind.options(
+            number: actor_class.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._groups[number], placement_group_bundle_index=0
                 )
@@ -147,28 +149,32 @@ class WorkerPlaces(PlacementGroupHandle):
         }
 
     def started(self, actors: Mapping[int, Any], *, seconds: float | None) -> list[Worker]:
-        """Return the workers of these actors once they run.
+        """Wait until these actors run, and return their workers.
+
+        Args:
+            actors: actors by place.
+            seconds: time to wait; None waits for ever.
 
         Raises:
-            WorkerGroupStartupFailedError: one has not started within `seconds`.
+            WorkerGroupStartupFailedError: an actor has not started in time; all of them are killed.
         """
         calls = [actor.get_metadata.remote() for actor in actors.values()]
         try:
-            known = ray.get(calls, timeout=seconds)
+            metadata_of_all = ray.get(calls, timeout=seconds)
         except ray.exceptions.RayError as error:
             for actor in actors.values():
                 ray.kill(actor)
             raise WorkerGroupStartupFailedError("a worker's process did not start") from error
         return [
             Worker(actor, metadata, self._resources, placement_group_bundle_index=number)
-            for (number, actor), metadata in zip(actors.items(), known, strict=True)
+            for (number, actor), metadata in zip(actors.items(), metadata_of_all, strict=True)
         ]
 
     def prepare(self, number: int, selector: Mapping[str, str] | None) -> bool | None:
-        """Start this many workers for the next group, while the present one trains.
+        """Start this many workers for the next group while the present one trains.
 
         Returns:
-            True once all have started; None if there is no room for them: they are given up.
+            True once all have started; None if they got no resources in time and were given up.
         """
         if self.newcomers is None or len(self.newcomers.actors) != number:
             self.free(self.newcomers.actors if self.newcomers else ())
@@ -185,7 +191,7 @@ class WorkerPlaces(PlacementGroupHandle):
         return None
 
     def hurry(self) -> None:
-        """Wait for further places no longer than workers that stay should."""
+        """Shorten the time to wait for further places: workers that stay are idle meanwhile."""
         self._seconds_to_wait = _SECONDS_TO_START
 
     @property
@@ -196,7 +202,7 @@ class WorkerPlaces(PlacementGroupHandle):
     @property
     @override
     def placement_group(self) -> Any:
-        return self  # Ray Train hands it on to `start_workers` and looks at nothing of it
+        return self  # Ray Train only passes it to `start_workers`
 
     @override
     def ready(self) -> Any:
@@ -225,13 +231,13 @@ class LetGoError(Exception):
 
 
 def join_group() -> None:
-    """In a worker: note that it serves in a group from here on."""
+    """In a worker: reset the flags, as it now serves in a new group."""
     _is_let_go.clear()
     _is_aborted.clear()
 
 
 def is_let_go(seconds: float) -> bool:
-    """In a worker with nothing left to do: return True if it is told to leave within that time."""
+    """In a worker with no work left: return True if it has to leave within that time."""
     return _is_let_go.wait(seconds)
 
 
@@ -241,21 +247,21 @@ def refuse_aborted() -> None:
     Raises:
         LetGoError: the collectives of this worker's group were aborted.
     """
-    # NCCL stops the kernels of an aborted collective wherever they are and lets the stream go on:
-    # the tensor then holds any mix of input, partial sums and old memory, and no call has failed.
-    # The flag is set before the abort, so whatever is read after it is seen to be worthless.
+    # NCCL stops the kernels of an aborted collective at any point, and the stream continues: the
+    # tensor then holds any mix of input, partial sums and old memory, and no call has failed. The
+    # flag is set before the abort, so every value that is read after the abort is rejected.
     if _is_aborted.is_set():
         raise LetGoError
 
 
 def leave(seconds: float) -> bool:
-    """In a worker: wait for its training to end, and free what belonged to its group.
+    """In a worker: wait for its training to end, and free all resources of its group.
 
     Args:
-        seconds: for the training thread to end.
+        seconds: time for the training thread to end.
 
     Returns:
-        True if the process is free.
+        True if the process can serve in another group.
     """
     _is_let_go.set()
     if torch.cuda.is_available() and dist.is_initialized():
@@ -274,8 +280,9 @@ def leave(seconds: float) -> bool:
 
 
 def release(error: BaseException | None) -> None:
-    """Free what an error holds of the calls that it came through: model, stream, groups."""
+    """Free the objects that an error's frames refer to: model, stream, process groups."""
     while error:
+        # Ray Train keeps the error, and with it the frames of the training thread.
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
@@ -285,24 +292,24 @@ def release(error: BaseException | None) -> None:
 
 @dataclass(frozen=True)
 class Stayed:
-    """The rest of a group of workers, for the next one."""
+    """The remaining workers of a group, for the next one."""
 
     workers: Sequence[Worker]
     coming: Mapping[int, Any]
     """Actors that are starting, by the numbers of their places."""
     places: WorkerPlaces
-    """Of the workers and of those that are coming."""
+    """Places of the workers and of the starting actors."""
 
 
 class Handover(WorkerGroupCallback, ControllerCallback):
-    """Keeps the workers of a group that ends for the next one, when Ray Train ends it.
+    """Keeps the workers of an ending group for the next one.
 
-    All are started anew when no worker leaves the broken group in time, when nothing says which
-    worker was wrong, and when another number of workers has to be placed by rules (tensor groups,
-    stages of unequal speed).
+    All workers are started anew if no worker leaves the broken group in time, if it is unknown
+    which worker failed, or if a different number of workers has to be placed by rules (tensor
+    groups, stages of unequal speed).
 
     Args:
-        policy: says which nodes to keep off, and whether places follow rules.
+        policy: the scaling policy: says which nodes to avoid, and whether places follow rules.
     """
 
     def __init__(self, policy: GracefulScalingPolicy) -> None:
@@ -313,7 +320,7 @@ class Handover(WorkerGroupCallback, ControllerCallback):
         self._stayed: Stayed | None = None
 
     def take(self) -> Stayed | None:
-        """Return what the last group has left, once."""
+        """Return the workers that the last group has left, once."""
         stayed, self._stayed = self._stayed, None
         return stayed
 
@@ -334,14 +341,15 @@ class Handover(WorkerGroupCallback, ControllerCallback):
                 self._set_aside(places, self._wanted)
         except Exception as error:
             _logger.warning(f"all workers are started anew: {error!r}")
-            self._leaving, places.is_kept = None, False  # without their places all processes end
+            # Without their places all processes end.
+            self._leaving, places.is_kept = None, False
         yield
 
     def _set_aside(self, places: WorkerPlaces, wanted: int) -> None:
-        """Keep the workers that may stay out of Ray's shutdown, and start what is missing."""
+        """Keep the workers that may stay out of Ray's shutdown, and start missing ones."""
         state, policy = self._group.get_worker_group_state(), self._policy
         workers: list[Worker] = list(state.workers)
-        errors, ranks = _errors(self._group), range(len(workers))
+        errors, ranks = _errors_by_rank(self._group), range(len(workers))
         leaving = {rank for rank in ranks if workers[rank].metadata.node_id in policy.avoided}
         failed = {rank for rank, error in errors.items() if not is_victim(error)}
         staying = [rank for rank in ranks if rank not in leaving | failed][:wanted]
@@ -358,25 +366,29 @@ class Handover(WorkerGroupCallback, ControllerCallback):
         coming = dict(places.newcomers.actors) if places.newcomers else {}
         places.newcomers = None
         coming |= places.start(set(places.numbers).difference(map(_place, stay), coming))
+        # Every error is a victim's: the cause is unknown, so if all workers answer, none is
+        # trusted.
         is_unexplained = bool(errors) and len(stay) == len(workers)
         self._leaving = stay, Stayed((), coming, places), is_unexplained
 
     @override
     def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
-        """Wait for the others to leave: by now the streams that a worker may wait on are closed."""
+        """Wait for the workers to leave the group."""
         if self._leaving is None:
             return
+        # Not in `_set_aside`: only after Ray's shutdown are the streams closed that a worker may
+        # wait for.
         (workers, rest, is_unexplained), self._leaving = self._leaving, None
-        left = _leaving(workers)
+        remaining = _wait_until_left(workers)
         rest.places.is_kept = False
-        if not left or (is_unexplained and len(left) == len(workers)):
+        if not remaining or (is_unexplained and len(remaining) == len(workers)):
             rest.places.shutdown()
         else:
-            self._stayed = Stayed(left, rest.coming, rest.places)
+            self._stayed = Stayed(remaining, rest.coming, rest.places)
 
 
 class StayingWorkerGroup(PlacedWorkerGroup):
-    """A group of workers that takes over the processes of the group before it."""
+    """A group of workers that takes over the processes of the previous group."""
 
     def __init__(
         self,
@@ -422,15 +434,15 @@ class TrainControllerWithHandover(TrainController):
     worker_group_cls = StayingWorkerGroup
 
     def __init__(self, *, scaling_policy: Any, callbacks: Sequence[Any], **arguments: Any) -> None:
-        # made here: Ray pickles every argument alone, and the two must share one policy
+        # Made here: Ray pickles every argument alone, and the two must share one policy.
         handover = Handover(scaling_policy)
         super().__init__(
             scaling_policy=scaling_policy, callbacks=[*callbacks, handover], **arguments
         )
 
 
-def _errors(group: Any) -> dict[int, Exception]:
-    """Return the errors of a group's workers by rank, without what Ray Train wraps them in."""
+def _errors_by_rank(group: Any) -> dict[int, Exception]:
+    """Return the errors of a group's workers by rank, without Ray Train's wrappers."""
     status = group.get_latest_poll_status()
     errors = status.errors if status else {}
     return {rank: getattr(error, "health_check_failure", error) for rank, error in errors.items()}
@@ -441,19 +453,19 @@ def _place(worker: Worker) -> int:
     return worker.placement_group_bundle_index
 
 
-def _leaving(workers: Sequence[Worker]) -> list[Worker]:
+def _wait_until_left(workers: Sequence[Worker]) -> list[Worker]:
     """Return the workers that have left their group in time; kill the others."""
     calls: dict[Any, Worker] = {
         worker.execute_async(leave, _SECONDS_TO_LEAVE): worker for worker in workers
     }
     done, late = ray.wait(list(calls), num_returns=len(calls), timeout=_SECONDS_TO_LEAVE + 1)
-    gone = [calls[call] for call in late]
+    killed = [calls[call] for call in late]
     for call in done:
         has_left = False
         with suppress(ray.exceptions.RayError):
             has_left = ray.get(call)
         if not has_left:
-            gone.append(calls[call])
-    for worker in gone:
+            killed.append(calls[call])
+    for worker in killed:
         ray.kill(worker.actor)
-    return [worker for worker in workers if worker not in gone]
+    return [worker for worker in workers if worker not in killed]

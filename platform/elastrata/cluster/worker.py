@@ -1,5 +1,5 @@
-"""The worker: what every rank of a group does, from the first import to the last checkpoint, and
-what it knows of the others."""
+"""The worker: the program of every rank of a group, from the first import to the last
+checkpoint."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream
 
 STREAM = "train"
-"""The name of the data set that Ray Train hands to the workers."""
+"""The name of the data set that Ray Train shards among the workers."""
 SPARES_AFTER_SECONDS = 5.0
-"""The imports of spare processes wait so long, to leave the first steps alone."""
+"""Delay before spare processes start, so that their imports do not slow the first steps."""
 _VICTIMS_SECONDS = 0.5
-"""An error that another rank has caused waits so long, so that the controller hears of its cause
+"""Delay of an error that another rank has caused, so that the controller hears of the cause
 first."""
-_come_to: set[str] = set()
-"""What this process does once, though it serve in several groups."""
+_done_once: set[str] = set()
+"""One-time actions that this process, which may serve in several groups, has already done."""
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -99,7 +99,9 @@ def train_worker(config: dict[str, Any]) -> None:
         raise refused from error
     except Exception as error:
         if is_victim(error):
+            # The controller names the rank whose error arrives first.
             threading.Event().wait(_VICTIMS_SECONDS)
+        # Ray Train keeps the error while this process waits for the next group.
         release(error)
         raise
     finally:
@@ -107,30 +109,31 @@ def train_worker(config: dict[str, Any]) -> None:
 
 
 class WorkerSender(Sender):
-    """Sends no result of an aborted collective. Results are sent before they are recorded."""
+    """Sender that drops results of aborted collectives."""
 
     @override
     def send(self, event: Event) -> None:
         if isinstance(event, StepRecord | Evaluated):
+            # Results are sent before they are recorded, so no invalid result reaches the history.
             refuse_aborted()
         super().send(event)
 
 
 def _train(job: Job, sender: Sender) -> None:
-    """Continues from the newest state to the last step, or to the target."""
-    stopwatch, recipe, has_served = Stopwatch(), job.recipe, not _is_first("group")
+    """Train from the newest state to the last step, or to the target."""
+    stopwatch, recipe, has_served = Stopwatch(), job.recipe, not _is_first_time("group")
     context = ray.train.get_context()
     spares = _affordable_spares(job, context)
     group = Membership.joined(context, recipe.parallel, has_served=has_served, spares=spares)
-    torch.set_num_threads(recipe.workers.threads or _fair_threads(group.per_node))
+    torch.set_num_threads(recipe.workers.threads or _count_threads(group.per_node))
     kinds = kinds_by_node(recipe)(group.nodes)
-    trainer, stream = _built(job, group, kinds, stopwatch)
+    trainer, stream = _build(job, group, kinds, stopwatch)
     resumed = resume_point()
-    commit = _commit(job, resumed)
-    number = agreed(_take_over(job.run, commit, sender) if group.rank == 0 else None)
-    _load(trainer, job, resumed, commit)
+    commit = _read_commit(job, resumed)
+    number = agreed(_number_attempt(job.run, commit, sender) if group.rank == 0 else None)
+    _load_state(trainer, job, resumed, commit)
     if recipe.is_automatic:
-        trainer.avoid(agreed(_ran_out(job.run, sender) if group.rank == 0 else None))
+        trainer.avoid(agreed(_read_ran_out(job.run, sender) if group.rank == 0 else None))
     stopwatch.passed("state")
     held_out = HeldOut(
         job.phases,
@@ -142,7 +145,7 @@ def _train(job: Job, sender: Sender) -> None:
         kinds=kinds,
     )
     stopwatch.passed("held_out")
-    with _manager(job, group, number, trainer, sender) as manager:
+    with _make_manager(job, group, number, trainer, sender) as manager:
         manager.started(
             Started(
                 attempt=number,
@@ -155,14 +158,14 @@ def _train(job: Job, sender: Sender) -> None:
                 spare_bytes=sum(one.spares for one in group.members) * SPARE_BYTES,
             )
         )
-        _tell_of_layout(recipe, group, sender)
-        if spares and _is_first("spares"):
+        _send_layout_warnings(recipe, group, sender)
+        if spares and _is_first_time("spares"):
             Spares(spares, after=SPARES_AFTER_SECONDS)
         if commit and is_over(
             commit.step, commit.evaluation, steps=recipe.steps_in_all, target=recipe.target
         ):
             if resumed.tier == "hot":
-                manager.continued(_saving(commit))
+                manager.continued(_to_saving(commit))
         else:
             pacing = Pacing(
                 group.places,
@@ -184,14 +187,14 @@ def _train(job: Job, sender: Sender) -> None:
                 for line in idle_ranks(step.record.speeds, step.record.batch_samples):
                     sender.send(Warned(text=line))
                 if step.action >= Action.HALT and not step.is_last:
-                    _rest(manager.halted(step.action), recipe.checkpoint.grace_seconds)
+                    _wait_for_end(manager.halted(step.action), recipe.checkpoint.grace_seconds)
     ray.train.report({})
 
 
-def _built(
+def _build(
     job: Job, group: Membership, kinds: RankKinds, stopwatch: Stopwatch
 ) -> tuple[Trainer, RankStream]:
-    """The trainer, and this rank's stream, which opens meanwhile."""
+    """Build the trainer while this rank's stream opens; return both."""
     token_dtype = job.phases[0].batches.manifest.token_dtype
     with ThreadPoolExecutor(1) as background:
         opening = background.submit(RankStream, ray.train.get_dataset_shard(STREAM), token_dtype)
@@ -211,15 +214,15 @@ def _built(
     return trainer, stream
 
 
-def _load(trainer: Trainer, job: Job, resumed: ResumePoint, commit: Commit | None) -> None:
-    """Gives the trainer the state that it goes on from, or begins with."""
+def _load_state(trainer: Trainer, job: Job, resumed: ResumePoint, commit: Commit | None) -> None:
+    """Load the commit to resume from into the trainer, or initialise it."""
     if commit:
-        trainer.restore(_storage(job, resumed), commit)
+        trainer.restore(_checkpoint_storage(job, resumed), commit)
     else:
         trainer.begin(job.parent)
 
 
-def _manager(
+def _make_manager(
     job: Job, group: Membership, attempt: int, trainer: Trainer, sender: Sender
 ) -> CheckpointManager:
     return CheckpointManager(
@@ -235,28 +238,28 @@ def _manager(
     )
 
 
-def _tell_of_layout(recipe: Recipe, group: Membership, sender: Sender) -> None:
-    """Sends a line where tensor groups are split over nodes, and for each thing that any rank uses
-    instead of the one that the recipe asks for."""
+def _send_layout_warnings(recipe: Recipe, group: Membership, sender: Sender) -> None:
+    """Report tensor groups that are split over nodes, and each substitution that any rank makes for
+    something that the recipe asks for."""
     if group.rank == 0 and (line := split_line(group.nodes, recipe.parallel.tensor)):
         sender.send(Warned(text=line))
-    own = missing_here(recipe, looked_for(recipe, group.device))
-    lines = (line for lines in of_all_ranks(own, group.world_size) for line in lines)
+    own_lines = missing_here(recipe, looked_for(recipe, group.device))
+    lines = (line for lines in of_all_ranks(own_lines, group.world_size) for line in lines)
     for line in dict.fromkeys(lines):
         sender.send(Substituted(text=line))
 
 
 def _affordable_spares(job: Job, context: TrainContext) -> int:
-    """Return the spares that this process keeps: one for each worker of its node, if it is the
-    first of them and the node has the memory."""
+    """Return the number of spares that this process keeps: one for each worker of its node, if it
+    is the first of them and the node has the memory."""
     wanted = context.get_local_world_size()
     if not job.recipe.workers.spares or context.get_local_rank() > 0:
         return 0
-    if "spares" in _come_to:  # they have their memory already
+    if "spares" in _done_once:  # its spares already hold their memory
         return wanted
     free = spare_bytes()
     count = affordable(wanted, free)
-    if not count and _is_first("short of memory"):
+    if not count and _is_first_time("short of memory"):
         text = (
             f"workers.spares: off on node {ray.util.get_node_ip_address()}: {wanted} idle "  # type: ignore[no-untyped-call]
             f"processes would take {wanted * SPARE_BYTES / 1e9:.1f} GB of {free / 1e9:.1f} GB that "
@@ -266,26 +269,28 @@ def _affordable_spares(job: Job, context: TrainContext) -> int:
     return count
 
 
-def _is_first(what: str) -> bool:
-    """Whether this process, in whatever group, has not come to that before; from now on it has."""
-    is_first = what not in _come_to
-    _come_to.add(what)
+def _is_first_time(action: str) -> bool:
+    """Return True if this process has not done the action before, in any group; record it."""
+    is_first = action not in _done_once
+    _done_once.add(action)
     return is_first
 
 
-def _storage(job: Job, resumed: ResumePoint) -> CommitStorage:
+def _checkpoint_storage(job: Job, resumed: ResumePoint) -> CommitStorage:
     return job.replicas if resumed.tier == "hot" and job.replicas else job.run.sub("checkpoints")
 
 
-def _commit(job: Job, resumed: ResumePoint) -> Commit | None:
-    """The commit that the run continues from; None for a new run."""
+def _read_commit(job: Job, resumed: ResumePoint) -> Commit | None:
+    """Return the commit that the run resumes from; None for a new run."""
     if resumed.commit is None:
         return None
-    return Commit.from_json(_storage(job, resumed).read(resumed.commit, MARKER), resumed.commit)
+    return Commit.from_json(
+        _checkpoint_storage(job, resumed).read(resumed.commit, MARKER), resumed.commit
+    )
 
 
-def _take_over(run: Storage, commit: Commit | None, sender: Sender) -> int:
-    """The number of this attempt; waits for storage that fails."""
+def _number_attempt(run: Storage, commit: Commit | None, sender: Sender) -> int:
+    """Return the number of this attempt; retry while storage fails."""
     return patiently(
         lambda: take_over(run, commit),
         "the run's history",
@@ -293,8 +298,8 @@ def _take_over(run: Storage, commit: Commit | None, sender: Sender) -> int:
     )
 
 
-def _ran_out(run: Storage, sender: Sender) -> list[RanOut]:
-    """The choices that ran out of memory in this run; waits for storage that fails."""
+def _read_ran_out(run: Storage, sender: Sender) -> list[RanOut]:
+    """Return the choices that ran out of memory in this run; retry while storage fails."""
     entries = patiently(
         lambda: history.read_told(run.sub("history"), "ran_out"),
         "the run's history",
@@ -303,19 +308,23 @@ def _ran_out(run: Storage, sender: Sender) -> list[RanOut]:
     return [RanOut(group=e["group"], choice=e["choice"], text=e["text"]) for e in entries]
 
 
-def _saving(commit: Commit) -> Saving:
+def _to_saving(commit: Commit) -> Saving:
     return Saving(
         step=commit.step, samples=commit.samples, tokens=commit.tokens, extra=commit.extra
     )
 
 
-def _rest(request: ControlSignal, seconds: float) -> NoReturn:
-    """After the state is safe: ends the run, or waits until the group ends.
+def _wait_for_end(request: ControlSignal, seconds: float) -> NoReturn:
+    """Once the state is saved, end the run or wait until the group ends.
+
+    Args:
+        request: the signal that halted the workers.
+        seconds: longest time to wait.
 
     Raises:
-        Stopped: the run is to end.
-        TimeoutError: nobody ended the group.
-        LetGoError: this process may serve in the next one.
+        Stopped: the run was asked to end.
+        TimeoutError: the group was not ended in time.
+        LetGoError: this process may serve in the next group.
     """
     if request.action == Action.STOP:
         raise Stopped(request.text)
@@ -324,7 +333,7 @@ def _rest(request: ControlSignal, seconds: float) -> NoReturn:
     raise TimeoutError(f"halted for a {request.reason}, but no other group of workers took over")
 
 
-def _fair_threads(local_world_size: int) -> int:
+def _count_threads(local_world_size: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
@@ -332,19 +341,19 @@ def _fair_threads(local_world_size: int) -> int:
 
 
 class TrainContext(Protocol):
-    """What Ray Train tells a worker."""
+    """The part of Ray Train's context that a worker uses."""
 
     def get_world_rank(self) -> int:
-        """This process among all."""
+        """Return the rank of this process."""
 
     def get_local_rank(self) -> int:
-        """This process among those of its node."""
+        """Return the rank of this process on its node."""
 
     def get_world_size(self) -> int:
-        """Processes in all."""
+        """Return the number of processes."""
 
     def get_local_world_size(self) -> int:
-        """Processes of its node."""
+        """Return the number of processes on this node."""
 
 
 @dataclass(frozen=True)
@@ -354,9 +363,9 @@ class Member:
     place: RankPlace
     pid: int
     has_served: bool
-    """Whether it was in a group before."""
+    """True if it was in a group before."""
     spares: int
-    """Idle processes that it keeps on its node."""
+    """Number of idle processes that it keeps on its node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,23 +380,24 @@ class Membership:
     parallel: ParallelConfig
     device: torch.device
     members: Sequence[Member]
-    """By rank."""
+    """The members by rank."""
 
     @classmethod
     def joined(
         cls, context: TrainContext, parallel: ParallelConfig, *, has_served: bool, spares: int
     ) -> Membership:
-        """Of the group of workers that Ray Train has started this process in. Collective.
+        """Return this process's membership of the group that Ray Train has started it in.
+        Collective.
 
         Args:
-            context: Ray Train's.
-            parallel: how the ranks divide the model.
-            has_served: whether this process was in a group before.
+            context: Ray Train's context.
+            parallel: division of the model among the ranks.
+            has_served: True if this process was in a group before.
             spares: idle processes that this one keeps on its node.
         """
         device = current_device()
         world_size = context.get_world_size()
-        member = Member(_place_of(device), os.getpid(), has_served, spares)
+        member = Member(_find_place(device), os.getpid(), has_served, spares)
         return cls(
             rank=context.get_world_rank(),
             local_rank=context.get_local_rank(),
@@ -400,32 +410,32 @@ class Membership:
 
     @property
     def data(self) -> DataRank:
-        """The part of every batch that is this rank's."""
+        """The part of every batch that this rank reads."""
         return self._data(self.rank)
 
     @cached_property
     def data_ranks(self) -> list[int]:
-        """Of all ranks: which ones compute the same samples."""
+        """The data rank of every rank; ranks with the same one compute the same samples."""
         return [self._data(rank).rank for rank in range(self.world_size)]
 
     @property
     def places(self) -> list[RankPlace]:
-        """Of all ranks."""
+        """The place of every rank."""
         return [member.place for member in self.members]
 
     @property
     def nodes(self) -> list[str]:
-        """The node of every rank, by its id."""
+        """The node id of every rank."""
         return [place.node for place in self.places]
 
     @property
     def pids(self) -> Mapping[int, tuple[str, int]]:
-        """Node and process of every rank."""
+        """Node id and process id of every rank."""
         return {rank: (one.place.node, one.pid) for rank, one in enumerate(self.members)}
 
     @property
     def num_stayed(self) -> int:
-        """Processes that were in a group before."""
+        """Number of processes that were in a group before."""
         return sum(member.has_served for member in self.members)
 
     def _data(self, rank: int) -> DataRank:
@@ -433,14 +443,14 @@ class Membership:
 
 
 def of_all_ranks(value: Any, world_size: int) -> list[Any]:
-    """Every rank's value, by rank. Collective."""
+    """Gather every rank's value, by rank. Collective."""
     values: list[Any] = [None] * world_size
     dist.all_gather_object(values, value)
     return values
 
 
-def _place_of(device: torch.device) -> RankPlace:
-    """Where this rank computes."""
+def _find_place(device: torch.device) -> RankPlace:
+    """Return the node, host and device kind of this rank."""
     kind = device_name(device) if device.type == "cuda" else "CPU"
     node: str = ray.get_runtime_context().get_node_id()
     host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]

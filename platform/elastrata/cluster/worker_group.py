@@ -1,4 +1,4 @@
-"""The group of workers: a job on Ray Train, with workers that come and go."""
+"""The group of workers: a job on Ray Train, with workers that join and leave."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import StreamConfig
 
 CONTROLLER_VARIABLES = {
-    # how often Ray Train's controller looks at the workers; default 2 s
+    # how often Ray Train's controller polls the workers; default 2 s
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
     # how long it waits for a group to start before it asks for another size; default 60 s
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",
-    # `GracefulScalingPolicy` looks after nodes that are about to go
+    # `GracefulScalingPolicy` watches for nodes that are being drained
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # how long it waits for workers to leave their process group before it kills them: those whose
     # peer has raised wait in NCCL for ever
@@ -70,27 +70,27 @@ CONTROLLER_VARIABLES = {
 """Environment of Ray Train's controller."""
 WORKER_MODULES = ("elastrata.cluster.worker_group", "ray.train.torch", "ray.tune", "torch._dynamo")
 _WORKLOAD_MODULES = ("model", "parallel")
-"""Of a workload's package, as far as it has them: what it imports when a model is made."""
+"""Modules of a workload's package, if they exist, that are imported when a model is built."""
 _SOURCE_MODULES = ("elastrata.cluster.source", *CONTROLLER_MODULES)
-"""Modules that the processes of a new group import before they are of use, beside the workload."""
+"""Modules that the processes of a new group import before they are of use, besides the workload."""
+# Idle readers have run tasks and cannot become actors, but look like spares.
 CONTROLLER_SPARES = 5
-"""For a new group's barrier, data sets and their splits; and two for idle readers, which look like
-spares."""
+"""Spares for a new group's barrier, data sets and splits, and two for idle readers."""
 
+# Ray's controller survives the first kind in any worker. The second one, which Ray's own memory
+# monitor causes, makes it give up.
 _DEATHS = (RayActorError, OutOfMemoryError)
-"""Ray's errors for processes that are gone. Its controller survives the first kind in any
-worker; the second one, which Ray's own memory monitor causes, makes it give up."""
+"""Ray's errors for processes that are gone."""
 
 
 def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> None:
-    """Runs a job to its last step.
+    """Run a job to its last step.
 
     Args:
-        job: what the workers are told.
-        gpus_per_worker: 0 trains on CPUs.
-        launch: a name that no earlier call for the same run had. Ray's own notes about a launch
-            are bound to its version, so a launch never reads those of another.
-        max_failures: losses of workers to survive; -1: any number.
+        job: the job that every worker receives.
+        gpus_per_worker: GPUs per worker; 0 trains on CPUs.
+        launch: name of this call, unique for the run.
+        max_failures: losses of workers to survive; -1 for any number.
 
     Raises:
         ControllerLostError: Ray Train's controller died, or gave up as another process did.
@@ -114,7 +114,7 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
         grace_seconds=job.recipe.checkpoint.grace_seconds,
         slow=SlowNodes(job.channel, limit) if (limit := workers.exclude_slower_than) else None,
         tensor=parallel.tensor,
-        **_order(parallel),
+        **_order_arguments(parallel),
     )
     source = Source(
         job.run,
@@ -138,8 +138,10 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
         ),
         scaling_config=scaling,
         run_config=RunConfig(
+            # Ray binds its notes about a launch to its version, so a launch must not read older
+            # notes.
             name=launch,
-            **_place(job.run.sub("ray")),
+            **_storage_arguments(job.run.sub("ray")),
             failure_config=FailureConfig(max_failures=max_failures),
             worker_runtime_env=prestarted.runtime_env(
                 worker_modules(job.recipe.workload), STAYING_WORKER_VARIABLES if stay else {}
@@ -161,33 +163,33 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
         remove_leaked(job.run.uri())
         cause = getattr(error, "controller_failure", error)
         if isinstance(cause, _DEATHS):
-            raise ControllerLostError(_death(cause)) from error
-        raise TrainingError(_last_line(error)) from error
+            raise ControllerLostError(_describe_death(cause)) from error
+        raise TrainingError(_find_first_cause(error)) from error
 
 
-def _place(folder: Storage) -> dict[str, Any]:
-    """Where Ray Train keeps notes of its own. Remote ones go through fsspec, as all else does: the
-    file systems that Ray would take have credentials of their own."""
+def _storage_arguments(folder: Storage) -> dict[str, Any]:
+    """Return the storage arguments of Ray Train's `RunConfig` for its own notes in a folder."""
     if folder.is_local:
         return {"storage_path": folder.uri()}
+    # Ray's own file systems would need separate credentials.
     through_fsspec = PyFileSystem(FSSpecHandler(folder.fs))
     return {"storage_path": folder.path(), "storage_filesystem": through_fsspec}
 
 
 def _speeds(
-    wanted: str | Mapping[str, float], parallel: ParallelConfig, channel: Any
+    speeds: str | Mapping[str, float], parallel: ParallelConfig, channel: Any
 ) -> Callable[[Sequence[str]], SpeedSource]:
-    """The speeds of any group of workers, by the nodes that they are on."""
-    if wanted == "equal":
+    """Return a function from the nodes of a group's workers to their speeds."""
+    if speeds == "equal":
         return equal_speeds
     shared = {"copies": parallel.tensor, "repeats": parallel.pipeline}
-    if isinstance(wanted, str):
+    if isinstance(speeds, str):
         return MeasuredSpeeds(channel=channel, **shared)
-    return FixedFactors(factors=wanted, **shared)
+    return FixedFactors(factors=speeds, **shared)
 
 
-def _order(parallel: ParallelConfig) -> dict[str, Any]:
-    """Ranks go by the speed of their nodes where stages do."""
+def _order_arguments(parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the policy's arguments that order ranks by node speed, if stages differ in speed."""
     speeds = parallel.stage_speeds
     if speeds is None:
         return {}
@@ -201,7 +203,7 @@ def _callbacks(job: Job, source: Source) -> list[Any]:
 
 
 def worker_modules(workload: Workload) -> tuple[str, ...]:
-    """Return the modules that a worker's process imports ahead; every one of them exists."""
+    """Return the modules, all existing, that a worker's process imports ahead."""
     package = type(workload).__module__.rpartition(".")[0]
     own = [f"{package}.{name}" for name in _WORKLOAD_MODULES if package]
     return (*WORKER_MODULES, *(name for name in own if find_spec(name)))
@@ -216,14 +218,14 @@ def _scaling(workers: WorkersConfig, gpus: float) -> ScalingConfig:
     )
 
 
-def _last_line(error: Exception) -> str:
-    """The first cause of an error, without the way it came through Ray's processes."""
+def _find_first_cause(error: Exception) -> str:
+    """Return the first cause of an error, without its way through Ray's processes."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__
 
 
 class _Spares(WorkerGroupCallback):
-    """Runs in the controller: spares for the actors that the controller starts."""
+    """Spare processes for the actors that the controller starts; runs in the controller."""
 
     def __init__(self) -> None:
         self._spares: prestarted.Spares | None = None
@@ -234,7 +236,7 @@ class _Spares(WorkerGroupCallback):
 
 
 class _Faults(UserCallback):
-    """Tells the driver what was lost; ends the run at once where trying again cannot help."""
+    """Callback that reports lost workers to the driver and ends the run if a retry cannot help."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -243,22 +245,22 @@ class _Faults(UserCallback):
         for error in worker_exceptions.values():
             if isinstance(error, UserError | TrainingError | Stopped):
                 raise error  # an exception here ends the run
-        causes = {rank: _cause(error) for rank, error in worker_exceptions.items()}
+        causes = {rank: _unwrap(error) for rank, error in worker_exceptions.items()}
         dead = {rank: error for rank, error in causes.items() if isinstance(error, _DEATHS)}
-        lost = dead or culprits(causes)  # the others only miss the dead
+        lost = dead or culprits(causes)  # the others' errors only result from theirs
         rank, error = min(lost.items(), key=itemgetter(0))
-        text = f"rank {rank}: {_death(error) if dead else _first_line(error)}"
+        text = f"rank {rank}: {_describe_death(error) if dead else _first_line(error)}"
         tell(self._channel, Lost(text=text, ranks=tuple(sorted(lost))))
 
 
-def _cause(error: Exception) -> Exception:
-    """The error of a worker; Ray Train wraps those that it finds when it looks at its workers."""
+def _unwrap(error: Exception) -> Exception:
+    """Return the error of a worker without Ray Train's wrapper for failed health checks."""
     cause: Exception = getattr(error, "health_check_failure", error)
     return cause
 
 
-def _death(error: Exception) -> str:
-    """How a process ended, in one line."""
+def _describe_death(error: Exception) -> str:
+    """Describe in one line how a process ended."""
     text = " ".join(str(error).split())
     if "running low on memory" in text:
         return "its process was killed, as the node ran out of memory"
