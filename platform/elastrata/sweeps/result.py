@@ -114,7 +114,9 @@ def read_journal(folder: Storage) -> History:
         raise UserError(f"{journal.uri()}: empty or missing, though the sweep has trials")
     if journal_history.foreign:
         raise UserError(*(f"{line}; move it away" for line in journal_history.foreign))
-    if journal_history.entries and all(entry["kind"] != LAUNCHED for entry in journal_history.entries):
+    if journal_history.entries and all(
+        entry["kind"] != LAUNCHED for entry in journal_history.entries
+    ):
         raise UserError(f"{journal.uri()}: no launch is noted: it is the history of something else")
     return journal_history
 
