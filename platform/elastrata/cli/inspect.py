@@ -1,4 +1,4 @@
-"""`elastrata inspect`: what a data set holds, and what any number of workers would see of it."""
+"""`elastrata inspect`: the contents of a data set, and its balance on any number of workers."""
 
 from __future__ import annotations
 
@@ -90,15 +90,15 @@ def inspect(
     verify: Verify = False,
     json: Json = False,
 ) -> None:
-    """Show a data set, and the padding and imbalance that any number of workers would see. Of a
-    recipe, show its model's parameters too, by optimizer and weight decay."""
+    """Show a data set, and its padding and imbalance with any number of workers. For a recipe, also
+    show its model's parameters, by optimizer and weight decay."""
     from elastrata_pipelines.format import Manifest
     from elastrata_pipelines.inspection import source_accounts
     from elastrata_pipelines.storage import Storage
 
     numbers = numbers_of_workers(workers)
     _check_plot(plot, numbers)
-    subject = _subject(data, overrides or [], recipe, batch, micro_batch_tokens, phase)
+    subject = _read_subject(data, overrides or [], recipe, batch, micro_batch_tokens, phase)
     console = open_console(as_json=json)
     storage = Storage(subject.url)
     model = _show_model(console, data, subject.model) if _is_recipe(data) else {}
@@ -111,7 +111,7 @@ def inspect(
     if verify:
         _verify(console, storage)
     accounts = source_accounts(storage, manifest)
-    shown = _excerpts(storage, manifest, subject.model, show) if show else []
+    samples_shown = _read_excerpts(storage, manifest, subject.model, show) if show else []
     show_manifest(console, storage.uri(), manifest)
     show_sources(console, accounts)
     show_lengths(console, manifest.length_histogram)
@@ -119,20 +119,20 @@ def inspect(
     for number in numbers:
         inspections.append(_inspect(storage, manifest, subject, number, ranks_per_node))
         show_balance(console, inspections[-1])
-    show_excerpts(console, shown)
+    show_excerpts(console, samples_shown)
     if plot:
-        _draw(console, inspections, plot)
+        _draw_plot(console, inspections, plot)
     if json:
-        told = {
+        details = {
             "sources": [asdict(account) for account in accounts],
-            "excerpts": [asdict(excerpt) for excerpt in shown],
+            "excerpts": [asdict(excerpt) for excerpt in samples_shown],
         }
-        whole = {"model": model} if model else {}
-        print_json_line({**_result(inspections, manifest, verify), **told, **whole})
+        model_values = {"model": model} if model else {}
+        print_json_line({**_json_result(inspections, manifest, verify), **details, **model_values})
 
 
 def _show_model(console: Console, name: str, recipe: Recipe | None) -> dict[str, Any]:
-    """Prints what there is to say of a recipe's model, and returns it as JSON values."""
+    """Print the model of a recipe and return its inspection as JSON values."""
     from elastrata.driver.model_inspection import inspect_model
 
     assert recipe is not None
@@ -150,18 +150,18 @@ def _check_plot(plot: Path | None, numbers: Sequence[int]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
-    """The data set and how to look at it, as the arguments and the recipe have it."""
+    """Data set and settings to inspect, from the arguments and the recipe."""
 
     url: str
     model: Recipe | None
-    """Its workload gives the cost of a sample; None: BERT-base."""
+    """The recipe whose workload defines the cost of a sample; None: BERT-base."""
     batch_size: int | None
     tokens_per_micro_batch: int | None
     order: dict[str, int]
-    """The arguments that decide the order of a recipe's samples."""
+    """The arguments that decide the order of a recipe's samples; empty for a data set."""
 
 
-def _subject(
+def _read_subject(
     data: str,
     overrides: list[str],
     recipe: str | None,
@@ -186,15 +186,17 @@ def _subject(
         raise UserError(f"--recipe: {recipe}: unexpected: {data} is a recipe itself")
     run = in_steps(load_recipe(data, overrides))
     part = part_of(run, phase)
+    # A mixture has no single data set: its sources are mixed while they are read.
     if part.data.sources:
         places = ", ".join(part.data.places.values())
         raise UserError(f"{data}: data.sources: mixed as they are read; inspect one of {places}")
-    most = None if part.micro_batch_tokens == "auto" else part.micro_batch_tokens
+    # `auto` is decided on the training machine, so inspection falls back on 8192.
+    most_tokens = None if part.micro_batch_tokens == "auto" else part.micro_batch_tokens
     return _Subject(
         url=part.data.path,
         model=run,
         batch_size=batch or part.batch_size,
-        tokens_per_micro_batch=micro_batch_tokens or most,
+        tokens_per_micro_batch=micro_batch_tokens or most_tokens,
         order={"window_stripes": part.data.window_stripes, "seed": run.seed},
     )
 
@@ -204,6 +206,7 @@ def _is_recipe(name: str) -> bool:
 
     if name.endswith((".yaml", ".yml")):
         return True
+    # A folder that has the name of a recipe is a data set.
     return not Path(name).exists() and name in available_recipes()
 
 
@@ -218,13 +221,13 @@ def _inspect(
         workers=workers,
         batch_size=subject.batch_size or min(SAMPLES_OF_A_WORKER * workers, manifest.samples),
         tokens_per_micro_batch=subject.tokens_per_micro_batch or max(8192, manifest.seq_len),
-        work=_work(subject.model, manifest),
+        work=_work_model(subject.model, manifest),
         ranks_per_node=ranks_per_node,
         **subject.order,
     )
 
 
-def _work(model: Recipe | None, manifest: Manifest) -> WorkModel:
+def _work_model(model: Recipe | None, manifest: Manifest) -> WorkModel:
     from elastrata_pipelines.inspection import BERT_BASE_WORK
 
     if model is None:
@@ -232,10 +235,10 @@ def _work(model: Recipe | None, manifest: Manifest) -> WorkModel:
     return model.workload.work(manifest.vocabulary)
 
 
-def _excerpts(
+def _read_excerpts(
     storage: Storage, manifest: Manifest, model: Recipe | None, count: int
 ) -> list[Excerpt]:
-    """Some samples as text, with what the recipe's model sees of them."""
+    """Return some samples as text, with the inputs that the recipe's model would see."""
     from elastrata_pipelines.inspection import excerpts, some_rows
 
     rows = some_rows(storage, manifest, count)
@@ -256,7 +259,7 @@ def _verify(console: Console, storage: Storage) -> None:
     console.print("every file is there and has its checksum\n", style="green")
 
 
-def _draw(console: Console, inspections: Sequence[Inspection], plot: Path) -> None:
+def _draw_plot(console: Console, inspections: Sequence[Inspection], plot: Path) -> None:
     from elastrata.tracking.plots import imbalance_curves
 
     curves: dict[str, dict[int, float]] = {name: {} for name in SCHEMES.values()}
@@ -267,10 +270,10 @@ def _draw(console: Console, inspections: Sequence[Inspection], plot: Path) -> No
     console.print(f"plot {plot}", markup=False)
 
 
-def _result(
-    inspections: Sequence[Inspection], manifest: Manifest, verified: bool
+def _json_result(
+    inspections: Sequence[Inspection], manifest: Manifest, is_verified: bool
 ) -> dict[str, Any]:
-    """The JSON of the command."""
+    """Return the JSON values that the command prints."""
     first = inspections[0]
     return {
         "samples": first.samples,
@@ -285,7 +288,7 @@ def _result(
         "padding_to_seq_len": first.padding_to_seq_len,
         "balance": asdict(first.balance),
         "advice": first.advice,
-        "verified": verified,
+        "verified": is_verified,
         "comparison": [
             {
                 "workers": inspection.workers,
@@ -308,11 +311,11 @@ SCHEMES = {
     "sorted_to_and_fro": "sorted, to and fro",
     "first_fit": "first-fit packing",
 }
-"""The schemes of a comparison in words. Training does the first."""
+"""Names of the compared schemes. Training uses the first."""
 
 
 def show_manifest(console: Console, where: str, manifest: Manifest) -> None:
-    """Prints the parts of the data set at `where`."""
+    """Print the parts of the data set at `where`."""
     size = sum(entry.bytes for entry in manifest.files)
     rows = {
         "data": where,
@@ -329,7 +332,7 @@ def show_manifest(console: Console, where: str, manifest: Manifest) -> None:
 
 
 def show_sources(console: Console, accounts: Sequence[SourceAccount]) -> None:
-    """Prints a row for each source, and below what was skipped of it and why."""
+    """Print a row per source, then the skipped documents of each and the reasons."""
     if not accounts:
         return
     from rich.markup import escape
@@ -365,28 +368,29 @@ def show_sources(console: Console, accounts: Sequence[SourceAccount]) -> None:
 
 
 def show_excerpts(console: Console, excerpts: Sequence[Excerpt]) -> None:
-    """Samples as text, a line for each document, or half of a pair, in them."""
+    """Print samples as text, one line per document or half of a sentence pair."""
     for excerpt in excerpts:
         kind = {None: "", True: ", the second part follows", False: ", the second part is random"}
         console.print(f"\nsample {excerpt.sample_id:016x}, {excerpt.tokens} tokens", end="")
         console.print(kind[excerpt.is_next])
         for part in excerpt.parts:
-            console.print(f"| {_printable(part)}", markup=False, highlight=False)
+            console.print(f"| {_escape_controls(part)}", markup=False, highlight=False)
         if excerpt.seen is not None:
-            seen = _printable(excerpt.seen)
+            seen = _escape_controls(excerpt.seen)
             console.print(f"seen: {seen}", style="cyan", markup=False, highlight=False)
 
 
-def _printable(text: str) -> str:
-    """A text in one line, without what would steer a terminal."""
+def _escape_controls(text: str) -> str:
+    """Return a text as one line, with control characters escaped for the terminal."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def show_lengths(console: Console, histogram: tuple[int, ...]) -> None:
-    """A bar for every band of lengths; `histogram[s]` samples have s tokens."""
+    """Print a bar per band of lengths; `histogram[s]` is the number of samples with s tokens."""
     from rich.bar import Bar
     from rich.table import Table
 
+    # Rounded up, so that at most `_HISTOGRAM_LINES` bands cover all lengths.
     width = -(-(len(histogram) - 1) // _HISTOGRAM_LINES)
     bands = [
         (first, min(first + width, len(histogram)) - 1) for first in range(1, len(histogram), width)
@@ -403,7 +407,7 @@ def show_lengths(console: Console, histogram: tuple[int, ...]) -> None:
 
 
 def show_balance(console: Console, inspection: Inspection) -> None:
-    """How equal the work of the workers is, scheme by scheme, and the advice."""
+    """Print how equal the work of the workers is under each scheme, and the advice."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1), header_style="bold")
@@ -430,11 +434,11 @@ def show_balance(console: Console, inspection: Inspection) -> None:
 
 
 def show_model(console: Console, name: str, recipe: Recipe, inspection: ModelInspection) -> None:
-    """Prints the parameter groups of a recipe's model."""
+    """Print the parameter groups of a recipe's model."""
     tokenizer = "" if inspection.prepared else ", as asked of `elastrata prepare`"
     console.print(f"recipe       {name}", markup=False)
     console.print(f"optimizer    {recipe.optimizer.name}, lr {recipe.optimizer.lr:g}", markup=False)
-    for line in _left_open(recipe):
+    for line in _automatic_lines(recipe):
         console.print(f"auto         {line}", markup=False)
     console.print(f"vocabulary   {inspection.vocabulary:,} ids{tokenizer}\n", markup=False)
     _show_groups(console, inspection)
@@ -443,8 +447,8 @@ def show_model(console: Console, name: str, recipe: Recipe, inspection: ModelIns
     console.print()
 
 
-def _left_open(recipe: Recipe) -> list[str]:
-    """The keys that are chosen where the recipe trains."""
+def _automatic_lines(recipe: Recipe) -> list[str]:
+    """Return a line per key whose value is decided on the training machine."""
     lines = []
     if any(part.micro_batch_tokens == "auto" for part in recipe.parts):
         lines.append("micro_batch_tokens, counted here as if it were 8192 or one sample")
@@ -477,21 +481,21 @@ def _show_groups(console: Console, inspection: ModelInspection) -> None:
 
 
 def _show_plan(console: Console, plan: SparsityPlan, heading: str) -> None:
-    """The layers of a phase by their share of zeros, and the FLOPs of a sample."""
+    """Print the layers of a phase by their share of zeros, and the FLOPs of a sample."""
     console.print(
         f"\n{heading}: {plan.method}, {plan.level:.1%} of the sparse layers' weights at zero; "
         f"{plan.flops:.3g} of {plan.flops_dense:.3g} FLOPs for {plan.seq_len:,} tokens, "
         f"{plan.times_fewer:.2f} times fewer",
         markup=False,
     )
-    for (pattern, shape, share), count in _alike(plan).items():
+    for (pattern, shape, share), count in _count_alike(plan).items():
         times = f" x {count}" if count > 1 else ""
         console.print(f"  {pattern} {list(shape)}{times}: {share:.2%} zero", markup=False)
 
 
-def _alike(plan: SparsityPlan) -> Counter[tuple[str, tuple[int, int], float]]:
-    """The layers with `*` for the numbers in their names, shapes and shares of zeros, each with how
-    many it stands for."""
+def _count_alike(plan: SparsityPlan) -> Counter[tuple[str, tuple[int, int], float]]:
+    """Count the layers that share a name pattern (`*` for numbers), a shape and a share of
+    zeros."""
     return Counter(
         (re.sub(r"\.\d+(?=\.|$)", ".*", name), shape, plan.zeros[name] / (shape[0] * shape[1]))
         for name, shape in plan.shapes.items()
@@ -503,7 +507,7 @@ def _num_parameters(inspection: ModelInspection) -> int:
 
 
 def model_result(inspection: ModelInspection) -> dict[str, Any]:
-    """The inspection of a model as JSON values."""
+    """Return the inspection of a model as JSON values."""
     return {
         "parameters": _num_parameters(inspection),
         "vocabulary": inspection.vocabulary,

@@ -1,4 +1,5 @@
-"""The command line: `elastrata COMMAND`. The only place that turns errors into lines and codes."""
+"""The command line: `elastrata COMMAND`. Only this module turns errors into messages and exit
+codes."""
 
 from __future__ import annotations
 
@@ -63,12 +64,13 @@ _COMMANDS = (
 
 
 class _Commands(typer.core.TyperGroup):
-    """The commands. Typer would make an exit code of an interrupt, and tell nothing."""
+    """Group of commands that raises Abort for an interrupt."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
+            # Typer itself would return an exit code for an interrupt and print nothing.
             raise typer.Abort from None
 
 
@@ -95,51 +97,54 @@ def _options(
 
 
 def main() -> None:
-    """The entry point of the `elastrata` command."""
+    """Run the `elastrata` command with the arguments of this process."""
     expand_segments()
     escape_foreign_letters()
     code = run(sys.argv[1:])
-    # What is left is Python's own end, and Ray's: an exception there would be told in pages.
+    # Only the shutdown of Python and Ray remains; an interrupt there would print long tracebacks.
     for number in SIGNALS:
-        signal.signal(number, lambda number, frame: _leave(code))
+        signal.signal(number, lambda number, frame: _exit_now(code))
     sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command and returns its exit code: 0, 1 (failed), 2 (bad input), 130 (interrupted)."""
+    """Run a command and return its exit code: 0, 1 (failed), 2 (bad input), 130 (interrupted)."""
     for number in SIGNALS:
         signal.signal(number, _interrupt)
-    # Taken from wherever it stands: nobody remembers which options go before the command.
-    rest = [argument for argument in arguments if argument != "--traceback"]
+    # --traceback is accepted in any position, before or after the command.
+    command_arguments = [argument for argument in arguments if argument != "--traceback"]
 
     def command() -> object:
-        _refuse_secrets(rest)
-        return app(rest or ["--help"], prog_name="elastrata", standalone_mode=False)
+        _refuse_secrets(command_arguments)
+        return app(command_arguments or ["--help"], prog_name="elastrata", standalone_mode=False)
 
-    return outcome(command, as_json="--json" in rest, with_traceback="--traceback" in arguments)
+    return outcome(
+        command, as_json="--json" in command_arguments, with_traceback="--traceback" in arguments
+    )
 
 
 def outcome(command: Callable[[], object], *, as_json: bool, with_traceback: bool) -> int:
-    """The exit code of a command; errors are told in lines on standard error.
+    """Run a command and return its exit code; print errors on standard error, one per line.
 
     Args:
-        command: raises, returns its exit code, or returns something else where all is well.
-        as_json: whether a failure, too, is one JSON object as the last line of standard output.
-        with_traceback: whether to show where in the program a failure arose.
+        command: raises, returns its exit code, or returns another object on success.
+        as_json: whether to end a failure, too, with one JSON object on standard output.
+        with_traceback: whether to print the traceback of a failure.
     """
     try:
         code = command()
     except UserError as error:
         failure = BAD_INPUT, error.problems
     except typer.TyperException as error:
-        failure = BAD_INPUT, (_usage(error),)
+        failure = BAD_INPUT, (_format_usage(error),)
     except (KeyboardInterrupt, typer.Abort):
         failure = INTERRUPTED, ("interrupted",)
-    except BrokenPipeError:  # whoever read the output has gone, as `head` does
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        # Python flushes standard output at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:
-        failure = FAILED, (_one_line(error), *getattr(error, "__notes__", []))
+        failure = FAILED, (_summarize_error(error), *getattr(error, "__notes__", []))
         if with_traceback:
             sys.stderr.write(hide_secrets(traceback.format_exc()))
     else:
@@ -152,18 +157,18 @@ def outcome(command: Callable[[], object], *, as_json: bool, with_traceback: boo
 
 
 def _refuse_secrets(arguments: Sequence[str]) -> None:
-    """Make sure that no argument is a URL that may not be recorded, before anything shows one.
+    """Check that no argument is a URL with a secret, before any output shows it.
 
     Raises:
-        UserError: a line for each that is.
+        UserError: one line per such argument.
     """
     problems = []
-    for before, argument in zip(("", *arguments), arguments, strict=False):
+    for previous, argument in zip(("", *arguments), arguments, strict=False):
         key, equals, value = argument.partition("=")
         if not equals or not _KEY.fullmatch(key):
-            key, value = before if before.startswith("--") else "", argument
+            key, value = previous if previous.startswith("--") else "", argument
         value = value.strip("'\"")
-        # A prompt is recorded nowhere, and may be any URL but one with a password.
+        # Prompts are not recorded, so they may hold any URL except one with a password.
         hidden = hide_secrets(value if "generate" in arguments[:1] else without_secrets(value))
         if hidden != value:
             problems.append(": ".join(filter(None, ("command line", key, hidden, NO_SECRET))))
@@ -171,12 +176,12 @@ def _refuse_secrets(arguments: Sequence[str]) -> None:
         raise UserError(*problems)
 
 
-def _usage(error: typer.TyperException) -> str:
+def _format_usage(error: typer.TyperException) -> str:
     message = getattr(error, "format_message", lambda: str(error))()
     return f"{message} Try 'elastrata --help'."
 
 
-def _one_line(error: Exception) -> str:
+def _summarize_error(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
     return f"{type(error).__name__}: {text or 'no message'} (--traceback shows all)"
@@ -184,13 +189,13 @@ def _one_line(error: Exception) -> str:
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     if is_ending():
-        _leave(INTERRUPTED)
+        _exit_now(INTERRUPTED)
     raise KeyboardInterrupt
 
 
-def _leave(code: int) -> NoReturn:
-    """Ends the process here and now; what Ray has started ends with it."""
+def _exit_now(code: int) -> NoReturn:
+    """Exit immediately; processes that Ray has started exit with this one."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, RuntimeError):  # nobody reads it; it is just being written
+        with suppress(OSError, RuntimeError):  # a closed pipe; a write that is interrupted
             stream.flush()
     os._exit(code)

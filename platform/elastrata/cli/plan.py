@@ -1,4 +1,4 @@
-"""`elastrata plan`: memory, time and money of a recipe on a cluster that is not rented yet."""
+"""`elastrata plan`: memory, time and cost of a recipe on a cluster that is not rented yet."""
 
 from __future__ import annotations
 
@@ -65,111 +65,114 @@ def plan(
 
     console = open_console(as_json=json)
     loaded = in_steps(load_recipe(recipe, overrides or []))
-    where = read_cluster(cluster)
+    target = read_cluster(cluster)
     if price is not None:
-        where = replace(where, price=price)
+        target = replace(target, price=price)
     if write is not None and write.exists():
         raise UserError(f"--write: {write}: there is such a file; expected a new one")
-    made = make_plan(loaded, part_of(loaded, phase), where)
-    families = made.result.families[:best]
-    _show_heading(console, recipe, f"{where.devices}x{where.device.name}", made)
-    show_plan(console, made, families)
+    cluster_plan = make_plan(loaded, part_of(loaded, phase), target)
+    families = cluster_plan.result.families[:best]
+    _show_heading(console, recipe, f"{target.devices}x{target.device.name}", cluster_plan)
+    show_plan(console, cluster_plan, families)
     if loaded.workers.spares:
         from elastrata.cluster.prestarted import SPARE_BYTES
 
-        spares = where.per_node * SPARE_BYTES / 1e9
+        spares = target.per_node * SPARE_BYTES / 1e9
         console.print(
             f"spares take {spares:.1f} GB of each node's memory (workers.spares)", markup=False
         )
     if explain:
-        show_terms(console, made, families[0])
-    chosen = _runnable(loaded, made)
+        show_terms(console, cluster_plan, families[0])
+    chosen = _find_runnable(loaded, cluster_plan)
+    # The fastest layout in the table may need features that this version does not train.
     if chosen is not None and chosen is not families[0]:
         console.print(f"\nthe fastest that this version trains: {chosen.layout}", markup=False)
-    left_open = _left_open(loaded, part_of(loaded, phase), made)
-    if left_open is not None:
-        show_automatic(console, made, left_open)
+    automatic = _plan_automatic(loaded, part_of(loaded, phase), cluster_plan)
+    if automatic is not None:
+        show_automatic(console, cluster_plan, automatic)
     rehearsals: list[Mapping[str, Any] | None] = [None] * len(families)
     if rehearse:
         rehearsals = [
-            _rehearsed(recipe, overrides or [], loaded, made, forecast, cluster, phase)
+            _rehearse_layout(
+                recipe, overrides or [], loaded, cluster_plan, forecast, cluster, phase
+            )
             for forecast in families
         ]
         show_rehearsals(console, families, rehearsals)
     if write is not None:
-        _write(write, recipe, overrides or [], *_variant(loaded, made, chosen))
+        _write_recipe(write, recipe, overrides or [], *_layout_keys(loaded, cluster_plan, chosen))
         console.print(f"\nrecipe {write}", markup=False)
     if plot is not None:
-        _draw(made, plot)
+        _draw_plot(cluster_plan, plot)
         console.print(f"\nplot {plot}", markup=False)
     if json:
         written = None if write is None else str(write)
         print_json_line(
             {
                 "recipe": recipe,
-                **plan_result(made, families, rehearsals),
-                "automatic": left_open and asdict(left_open),
+                **plan_result(cluster_plan, families, rehearsals),
+                "automatic": automatic and asdict(automatic),
                 "written": written,
             }
         )
 
 
-def _show_heading(console: Console, recipe: str, devices: str, made: Plan) -> None:
+def _show_heading(console: Console, recipe: str, devices: str, cluster_plan: Plan) -> None:
     console.print(
-        f"{recipe} on {devices}: {made.model.parameters / 1e9:.4g} "
-        f"billion parameters, {made.batch_size:,} samples of {made.model.seq_len:,} tokens a "
-        f"step, {made.steps:,} steps\n",
+        f"{recipe} on {devices}: {cluster_plan.model.parameters / 1e9:.4g} "
+        f"billion parameters, {cluster_plan.batch_size:,} samples of {cluster_plan.model.seq_len:,} tokens a "
+        f"step, {cluster_plan.steps:,} steps\n",
         markup=False,
     )
 
 
-def _left_open(recipe: Recipe, part: PhaseKeys, made: Plan) -> AutomaticPlan | None:
-    """The values that `auto` would stand for with all devices, divided as the recipe says; None
-    where it leaves nothing open, or those devices cannot be divided so."""
+def _plan_automatic(recipe: Recipe, part: PhaseKeys, cluster_plan: Plan) -> AutomaticPlan | None:
+    """Return the values that `auto` stands for on all devices, divided as the recipe says; None if
+    the recipe leaves nothing open, or its layout does not divide the number of devices."""
     from elastrata.planner.choice import planned
 
     size = recipe.parallel.group_size
-    if not recipe.is_automatic or made.cluster.devices % size:
+    if not recipe.is_automatic or cluster_plan.cluster.devices % size:
         return None
-    return planned(recipe, part, made.model, made.cluster)
+    return planned(recipe, part, cluster_plan.model, cluster_plan.cluster)
 
 
-def _runnable(recipe: Recipe, made: Plan) -> Forecast | None:
-    """The fastest layout that recipes of this version can say."""
+def _find_runnable(recipe: Recipe, cluster_plan: Plan) -> Forecast | None:
+    """Return the fastest layout that this version can train; None without one."""
     from elastrata.planner.plan import problems_of
 
     return next(
         (
             forecast
-            for forecast in made.result.families
-            if not problems_of(recipe, forecast.layout, made.model.seq_len)
+            for forecast in cluster_plan.result.families
+            if not problems_of(recipe, forecast.layout, cluster_plan.model.seq_len)
         ),
         None,
     )
 
 
-def _rehearsed(
+def _rehearse_layout(
     recipe: str,
     overrides: list[str],
     loaded: Recipe,
-    made: Plan,
+    cluster_plan: Plan,
     forecast: Forecast,
     cluster: str,
     phase: int,
 ) -> Mapping[str, Any] | None:
-    """The figures of a rehearsal; None where recipes of this version cannot say the layout."""
+    """Rehearse a layout and return the figures; None if this version cannot train it."""
     from elastrata.planner.plan import problems_of, recipe_keys
     from elastrata.rehearsal.process import Request
     from elastrata.rehearsal.process import rehearse as rehearse_apart
 
-    layout, seq_len = forecast.layout, made.model.seq_len
+    layout, seq_len = forecast.layout, cluster_plan.model.seq_len
     if problems_of(loaded, layout, seq_len):
         return None
     keys = recipe_keys(loaded, layout, seq_len)
-    said = [f"{path}={dumps(value)}" for path, value in keys.items()]
+    layout_overrides = [f"{path}={dumps(value)}" for path, value in keys.items()]
     request = Request(
         recipe=recipe,
-        overrides=(*overrides, *said),
+        overrides=(*overrides, *layout_overrides),
         cluster=cluster,
         phase=phase,
         graphs=False,
@@ -177,30 +180,30 @@ def _rehearsed(
     return rehearse_apart(request)
 
 
-def _variant(
-    recipe: Recipe, made: Plan, chosen: Forecast | None
+def _layout_keys(
+    recipe: Recipe, cluster_plan: Plan, chosen: Forecast | None
 ) -> tuple[dict[str, object] | None, str]:
-    """The keys of a variant under a layout, and its first line; no keys where there is none."""
+    """Return the recipe keys of a layout and the header of its file; no keys without a layout."""
     from elastrata.planner.plan import recipe_keys
 
     if chosen is None:
         return None, ""
-    where = f"{made.cluster.devices}x{made.cluster.device.name}"
-    keys = recipe_keys(recipe, chosen.layout, made.model.seq_len)
-    return keys, _header(chosen, where)
+    where = f"{cluster_plan.cluster.devices}x{cluster_plan.cluster.device.name}"
+    keys = recipe_keys(recipe, chosen.layout, cluster_plan.model.seq_len)
+    return keys, _format_header(chosen, where)
 
 
-def _header(chosen: Forecast, devices: str) -> str:
+def _format_header(chosen: Forecast, devices: str) -> str:
     return (
         f"# {chosen.layout}, by elastrata plan for {devices}: {chosen.time.total:.4g} s a step "
         "expected\n"
     )
 
 
-def _write(
+def _write_recipe(
     path: Path, recipe: str, overrides: list[str], keys: dict[str, object] | None, header: str
 ) -> None:
-    """A variant of the recipe that says the layout, and what the command line changed."""
+    """Write a recipe that extends the original with the layout and the command line's changes."""
     from elastrata.recipe.yaml_values import dump_yaml, parse_yaml
     from elastrata_pipelines.storage import write_whole
 
@@ -209,34 +212,35 @@ def _write(
     values: dict[str, Any] = {}
     for override in overrides:
         dotted, _, raw = override.partition("=")
-        _set(values, dotted, parse_yaml(raw, dotted, count_lines=False))
+        _set_value(values, dotted, parse_yaml(raw, dotted, count_lines=False))
     for dotted, value in keys.items():
-        _set(values, dotted, value)
-    base = os.path.relpath(recipe, path.parent) if Path(recipe).is_file() else recipe
+        _set_value(values, dotted, value)
+    # `extends` is relative to the file that contains it.
+    base_recipe = os.path.relpath(recipe, path.parent) if Path(recipe).is_file() else recipe
     try:
-        write_whole(path, (header + dump_yaml({"extends": base, **values})).encode())
+        write_whole(path, (header + dump_yaml({"extends": base_recipe, **values})).encode())
     except OSError as error:
         raise UserError(f"--write: {path}: cannot be written ({error.strerror})") from None
 
 
-def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
+def _set_value(values: dict[str, Any], dotted: str, value: Any) -> None:
     *sections, key = dotted.split(".")
     for name in sections:
         values = values.setdefault(name, {})
     values[key] = value
 
 
-def _draw(made: Plan, plot: Path) -> None:
+def _draw_plot(cluster_plan: Plan, plot: Path) -> None:
     from elastrata.tracking.plots import layout_cloud
 
     layout_cloud(
         [
             (forecast.memory.total / 2**30, forecast.tokens_per_second, forecast.layout.pipeline)
-            for forecast in made.result.forecasts
+            for forecast in cluster_plan.result.forecasts
         ],
         [(forecast.memory.total / 2**30, forecast.tokens_per_second, str(forecast.layout))
-         for forecast in made.result.families[:3]],
-        made.cluster.device.memory_bytes / 2**30,
+         for forecast in cluster_plan.result.families[:3]],
+        cluster_plan.cluster.device.memory_bytes / 2**30,
         plot,
     )  # fmt: skip
 
@@ -264,7 +268,7 @@ _TERMS = {
 
 
 def show_plan(console: Console, plan: Plan, best: Sequence[Forecast]) -> None:
-    """The best layouts in a table, with what makes each slower than the first."""
+    """Print the best layouts as a table, and the number of layouts that fit."""
     show_table(console, best)
     console.print(
         f"\n{len(plan.result.forecasts):,} layouts fit, {len(plan.result.families):,} ways to "
@@ -274,7 +278,7 @@ def show_plan(console: Console, plan: Plan, best: Sequence[Forecast]) -> None:
 
 
 def show_table(console: Console, best: Sequence[Forecast]) -> None:
-    """The best layouts, a line each."""
+    """Print one line per layout, with the reason why it is slower than the first."""
     headings = (
         "layout",
         "GiB",
@@ -287,7 +291,7 @@ def show_table(console: Console, best: Sequence[Forecast]) -> None:
         "cost",
         "",
     )
-    rows = [headings, *(_cells(best[0], forecast) for forecast in best)]
+    rows = [headings, *(_format_cells(best[0], forecast) for forecast in best)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *numbers, why in rows:
         cells = [first.ljust(widths[0])]
@@ -295,7 +299,7 @@ def show_table(console: Console, best: Sequence[Forecast]) -> None:
         console.print("  ".join([*cells, why]).rstrip(), markup=False)
 
 
-def _cells(best: Forecast, forecast: Forecast) -> tuple[str, ...]:
+def _format_cells(best: Forecast, forecast: Forecast) -> tuple[str, ...]:
     return (
         str(forecast.layout),
         f"{forecast.memory.total / _GIB:.1f}",
@@ -311,7 +315,7 @@ def _cells(best: Forecast, forecast: Forecast) -> tuple[str, ...]:
 
 
 def show_terms(console: Console, plan: Plan, forecast: Forecast) -> None:
-    """Every term of one layout's memory and time, and the figures that they are computed from."""
+    """Print every term of a layout's memory and time, and the device figures behind them."""
     device, efficiency = plan.cluster.device, plan.machine.efficiency
     for line in terms_lines(forecast):
         console.print(line, markup=False)
@@ -327,7 +331,7 @@ def show_terms(console: Console, plan: Plan, forecast: Forecast) -> None:
 
 
 def show_automatic(console: Console, plan: Plan, planned: AutomaticPlan) -> None:
-    """Prints the keys that the recipe leaves open, as a group on all devices would choose them."""
+    """Print the keys that the recipe leaves open, as a group on all devices would choose them."""
     fits = "" if planned.fits else ", which is too much"
     is_open = planned.gradient_sync != "step"
     synced = f", parallel.gradient_sync {planned.gradient_sync}" if is_open else ""
@@ -344,16 +348,18 @@ def show_automatic(console: Console, plan: Plan, planned: AutomaticPlan) -> None
 def show_rehearsals(
     console: Console, best: Sequence[Forecast], rehearsals: Sequence[Mapping[str, Any] | None]
 ) -> None:
-    """A line for each layout that was rehearsed."""
+    """Print one line per rehearsed layout."""
     console.print("\nrehearsed, on GPUs that are not there")
     for forecast, figures in zip(best, rehearsals, strict=True):
-        said = (
-            "this version cannot train under it" if figures is None else _rehearsal_words(figures)
+        words = (
+            "this version cannot train under it"
+            if figures is None
+            else _describe_rehearsal(figures)
         )
-        console.print(f"  {forecast.layout}: {said}", markup=False)
+        console.print(f"  {forecast.layout}: {words}", markup=False)
 
 
-def _rehearsal_words(figures: Mapping[str, Any]) -> str:
+def _describe_rehearsal(figures: Mapping[str, Any]) -> str:
     fullest = max(figures["ranks"], key=lambda rank: rank["peak_bytes"])
     peak, plan = fullest["peak_bytes"], fullest["planned_bytes"]
     sent = sum(message["bytes"] for message in fullest["messages"])
@@ -368,12 +374,12 @@ def _rehearsal_words(figures: Mapping[str, Any]) -> str:
 def plan_result(
     plan: Plan, best: Sequence[Forecast], rehearsals: Sequence[Mapping[str, Any] | None]
 ) -> dict[str, Any]:
-    """The plan as JSON values.
+    """Return the plan as JSON values.
 
     Args:
-        plan: all of it.
-        best: the layouts that are told.
-        rehearsals: of each; None where it was not rehearsed.
+        plan: the plan.
+        best: the layouts to include.
+        rehearsals: the figures of each; None if it was not rehearsed.
     """
     return {
         "device": plan.cluster.device.name,
@@ -392,7 +398,7 @@ def plan_result(
 def layout_results(
     best: Sequence[Forecast], rehearsals: Sequence[Mapping[str, Any] | None]
 ) -> list[dict[str, Any]]:
-    """The layouts that are told, as JSON values."""
+    """Return the layouts as JSON values."""
     return [
         {
             "layout": asdict(forecast.layout),
@@ -414,7 +420,7 @@ def layout_results(
 
 
 def terms_lines(forecast: Forecast) -> list[str]:
-    """Every term of a layout's memory and time."""
+    """Return a line per term of a layout's memory and time."""
     return [
         f"\n{forecast.layout}\n\nmemory, GiB",
         *(

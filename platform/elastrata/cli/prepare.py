@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from elastrata_pipelines.format import Manifest
     from elastrata_pipelines.preparation import PrepareConfig
 
-_TRAINED = ("wordpiece", "bpe")
-_WITHOUT_RECIPE = {"seq_len": 128, "packing": "none", "held_out": 0.01}
+_TRAINABLE = ("wordpiece", "bpe")
+_DEFAULTS = {"seq_len": 128, "packing": "none", "held_out": 0.01}
 
 
 def prepare(
@@ -80,7 +80,7 @@ def prepare(
     """Turn text into shards that training reads, from a recipe or from --text PATH... --out DIR."""
     given = _given(tokenizer, vocab_size, seq_len, packing, held_out)
     if text:
-        plans = _from_options(_source([*text, *(arguments or [])], text_field), out, given)
+        plans = _from_options(_build_source([*text, *(arguments or [])], text_field), out, given)
     elif text_field is not None:
         raise UserError(
             f"--text-field: {text_field}: unexpected without --text: text_field of each of the "
@@ -88,50 +88,51 @@ def prepare(
         )
     else:
         plans = _from_recipe(arguments or [], out, given)
-    results = _prepared(plans, open_console(as_json=json), address, overwrite=overwrite)
+    results = _prepare_data_sets(plans, open_console(as_json=json), address, overwrite=overwrite)
     if json:
         print_json_line(results[0] if len(results) == 1 else {"data_sets": results})
 
 
-def _prepared(
+def _prepare_data_sets(
     plans: dict[str, PrepareConfig], console: Console, address: str | None, *, overwrite: bool
 ) -> list[dict[str, Any]]:
-    """Prepares data sets, one after the other; the JSON of each."""
+    """Prepare data sets, one after the other, and return the JSON values of each."""
     from elastrata.terminal.progress import StageProgress
     from elastrata_pipelines.preparation import prepare as prepare_data
 
     results = []
-    with _one_session(address) as session:
+    with _shared_session(address) as session:
         for target, config in plans.items():
             started = time.monotonic()
             console.print(f"preparing {target}", markup=False)
-            with _told_what_is_kept(console, target), StageProgress(console) as progress:
+            with _report_kept_tokenizer(console, target), StageProgress(console) as progress:
                 manifest = prepare_data(
                     config, target, overwrite=overwrite, progress=progress, session=session
                 )
-            results.append(_result(manifest, target, time.monotonic() - started))
+            results.append(_json_result(manifest, target, time.monotonic() - started))
             _summarize(console, results[-1])
     return results
 
 
 @contextmanager
-def _one_session(address: str | None) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """What opens Ray for the first data set that needs it. It stays open for the others: to start
-    takes seconds, and on a busy machine Ray gives up now and then."""
+def _shared_session(address: str | None) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Yield a function that opens Ray for the first data set that needs it."""
     from elastrata.driver.ray_session import ray_session
 
-    with ExitStack() as until_the_end:
+    # Ray stays open for the other data sets: starting it takes seconds, and sometimes fails on a
+    # busy machine.
+    with ExitStack() as contexts:
 
         def session() -> AbstractContextManager[None]:
-            until_the_end.enter_context(ray_session(address))
+            contexts.enter_context(ray_session(address))
             return nullcontext()
 
         yield session
 
 
 @contextmanager
-def _told_what_is_kept(console: Console, target: str) -> Iterator[None]:
-    """Says of an interrupted preparation what the next one need not do again."""
+def _report_kept_tokenizer(console: Console, target: str) -> Iterator[None]:
+    """Print which work of an interrupted preparation the next one can reuse."""
     from elastrata_pipelines.preparation.target import KEPT_TOKENIZER
     from elastrata_pipelines.storage import Storage
 
@@ -153,24 +154,25 @@ def _given(
     packing: str | None,
     held_out: float | None,
 ) -> dict[str, Any]:
-    """The values of the options, by dotted key of `data.prepare`."""
-    said: dict[str, Any] = {}
+    """Return the values of the options, by dotted key of `data.prepare`."""
+    values: dict[str, Any] = {}
     if tokenizer is not None:
-        said["tokenizer.train" if tokenizer in _TRAINED else "tokenizer.load"] = tokenizer
+        values["tokenizer.train" if tokenizer in _TRAINABLE else "tokenizer.load"] = tokenizer
     for key, value in (
         ("tokenizer.vocab_size", vocab_size),
         ("seq_len", seq_len),
         ("packing", packing),
     ):
         if value is not None:
-            said[key] = value
+            values[key] = value
     if held_out is not None:
-        said["held_out"] = held_out or None
-    return said
+        # The option spells no held-out data as 0, the recipe as null.
+        values["held_out"] = held_out or None
+    return values
 
 
-def _source(paths: list[str], text_field: str | None) -> dict[str, Any]:
-    """A source of text, as `data.prepare.sources` has it."""
+def _build_source(paths: list[str], text_field: str | None) -> dict[str, Any]:
+    """Return a source of text in the form of `data.prepare.sources`."""
     return {"paths": paths, **({} if text_field is None else {"text_field": text_field})}
 
 
@@ -185,7 +187,7 @@ def _from_options(
 
     if out is None:
         raise UserError("--out: missing: expected the folder or URL of the data set to write")
-    values: dict[str, Any] = {"sources": [source], "tokenizer": {}, **_WITHOUT_RECIPE}
+    values: dict[str, Any] = {"sources": [source], "tokenizer": {}, **_DEFAULTS}
     for key, value in given.items():
         section, _, name = key.rpartition(".")
         (values[section] if section else values)[name] = value
@@ -206,8 +208,8 @@ def _from_recipe(
 
     if not arguments:
         raise UserError("expected a recipe, or --text PATH... --out DIR")
-    changes = [*arguments[1:], *_overrides(given, _num_phases(arguments))]
-    recipe = load_recipe(arguments[0], changes)
+    overrides = [*arguments[1:], *_overrides(given, _num_phases(arguments))]
+    recipe = load_recipe(arguments[0], overrides)
     try:
         plans = preparations(recipe)
     except UserError as error:
@@ -221,7 +223,7 @@ def _from_recipe(
 
 
 def _num_phases(arguments: list[str]) -> int:
-    """Phases of a recipe that may be whole only with what the options say."""
+    """Return the number of phases of a recipe, which may be incomplete without the options."""
     from elastrata.recipe.recipe import Recipe
     from elastrata.recipe.yaml_reader import read_recipe_text
 
@@ -231,7 +233,7 @@ def _num_phases(arguments: list[str]) -> int:
 
 
 def _overrides(given: dict[str, Any], phases: int) -> list[str]:
-    """The options as changes to a recipe: in every phase, whatever it says itself."""
+    """Return the options as overrides of every phase of a recipe."""
     places = [f"phases.{number}.data.prepare" for number in range(phases)] or ["data.prepare"]
     return [
         f"{place}.{key}={json_text.dumps(value)}"
@@ -240,8 +242,8 @@ def _overrides(given: dict[str, Any], phases: int) -> list[str]:
     ]
 
 
-def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:
-    """The JSON of the command."""
+def _json_result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:
+    """Return the JSON values of a data set that the command prints."""
     from elastrata_pipelines.inspection import source_accounts
     from elastrata_pipelines.storage import Storage
 

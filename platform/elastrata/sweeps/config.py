@@ -25,7 +25,7 @@ from elastrata_pipelines.errors import UserError, nearest
 
 
 class SweepConfig(Config):
-    """Many trials of one recipe, each with values of its own for some of its keys."""
+    """Sweep: many trials of one recipe, each with other values for some of its keys."""
 
     name: str | None = None
     """The sweep's name and its folder's; the same name continues the same sweep. Default: the
@@ -64,7 +64,8 @@ class SweepConfig(Config):
 
 
 def sweep_schema() -> dict[str, Any]:
-    """The schema of a sweep file. Which keys a recipe has is not in it: the command checks them."""
+    """Return the JSON Schema of a sweep file. It does not list the recipe's keys, which the command
+    checks."""
     from elastrata.recipe.schema import extending_schema  # imports torch
 
     base = "A sweep's file; this one says only what is different."
@@ -73,38 +74,38 @@ def sweep_schema() -> dict[str, Any]:
 
 
 def load_sweep(path: str, overrides: Sequence[str] = ()) -> SweepConfig:
-    """Reads a sweep.
+    """Read and check a sweep.
 
     Args:
-        path: a YAML file. A recipe that it names as a file lies beside it.
-        overrides: `key=value`, the value in YAML: of the sweep where it has such a key, else a
-            dotted key of the recipe, which all trials then have.
+        path: a YAML file. A relative recipe path in it is relative to this file's folder.
+        overrides: `key=value`, with the value in YAML. A key that the sweep does not have is a
+            dotted key of the recipe and changes it for all trials.
 
     Raises:
-        UserError: one line per mistake, in the sweep, its recipe and its space.
+        UserError: one line per mistake in the sweep, its recipe and its space.
     """
-    text = _text(path, overrides)
+    text = _read_text(path, overrides)
     misread = misread_booleans(SweepConfig, text)
     try:
         config = SweepConfig.model_validate(text.values)
     except ValidationError as error:
         problems = recipe_problems(error, SweepConfig, text)
-        raise UserError(*problems, *misread, *_more(text.values, path)) from None
+        raise UserError(*problems, *misread, *_find_further_problems(text.values, path)) from None
     if misread:
-        raise UserError(*misread, *_more(text.values, path))
+        raise UserError(*misread, *_find_further_problems(text.values, path))
     check_sweep(config, path)
     return config
 
 
 def check_sweep(config: SweepConfig, origin: str = "sweep") -> BaseRecipe:
-    """Finds everything that cannot work in a sweep, and returns its base.
+    """Check a sweep before it starts, and return its base recipe.
 
     Args:
         config: the sweep.
-        origin: what the lines call it.
+        origin: prefix of the error lines, such as the sweep's file.
 
     Raises:
-        UserError: one line for each mistake.
+        UserError: one line per mistake.
     """
     base = base_recipe(config.recipe, config.changes)
     if problems := sweep_problems(config, base):
@@ -113,10 +114,10 @@ def check_sweep(config: SweepConfig, origin: str = "sweep") -> BaseRecipe:
 
 
 def changes_of(overrides: Sequence[str]) -> dict[str, Any]:
-    """By dotted key the values that a command line gives keys of the recipe.
+    """Parse command-line overrides of the recipe's keys into values by dotted key.
 
     Raises:
-        UserError: one of them is not `key=value`.
+        UserError: an override is not `key=value`.
     """
     changes = {}
     for override in overrides:
@@ -127,29 +128,30 @@ def changes_of(overrides: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
-def _text(path: str, overrides: Sequence[str]) -> RecipeText:
-    """The file's values, with what the command line says put where it belongs."""
+def _read_text(path: str, overrides: Sequence[str]) -> RecipeText:
+    """Read the file and apply each override to the sweep itself or to its `changes`."""
     if not os.path.lexists(path):
         raise UserError(f"{path}: no such sweep file")
-    own: list[str] = []
-    of_recipe: list[str] = []
+    sweep_overrides: list[str] = []
+    recipe_overrides: list[str] = []
     for override in overrides:
-        is_own = override.partition("=")[0].split(".")[0] in SweepConfig.model_fields
-        (own if is_own else of_recipe).append(override)
-    text = read_recipe_text(path, own, model=SweepConfig)
+        is_of_sweep = override.partition("=")[0].split(".")[0] in SweepConfig.model_fields
+        (sweep_overrides if is_of_sweep else recipe_overrides).append(override)
+    text = read_recipe_text(path, sweep_overrides, model=SweepConfig)
     text.values.setdefault("name", text.name)
     changes = text.values.setdefault("changes", {})
     if isinstance(changes, dict):
-        changes.update(changes_of(of_recipe))
+        changes.update(changes_of(recipe_overrides))
     recipe = text.values.get("recipe")
-    # Not pathlib's: it raises for names that are too long.
-    if isinstance(recipe, str) and os.path.isfile(beside := Path(path).parent / recipe):  # noqa: PTH113
-        text.values["recipe"] = str(beside)
+    # pathlib's is_file raises OSError for names that are too long.
+    if isinstance(recipe, str) and os.path.isfile(recipe_path := Path(path).parent / recipe):  # noqa: PTH113
+        text.values["recipe"] = str(recipe_path)
     return text
 
 
-def _more(values: Any, path: str) -> list[str]:
-    """The mistakes beside those of a sweep's own keys, as far as they can be told."""
+def _find_further_problems(values: Any, path: str) -> list[str]:
+    """Find further mistakes in the recipe, space and metric of a sweep whose own keys are
+    invalid."""
     recipe, changes = values.get("recipe"), values.get("changes")
     if not isinstance(recipe, str) or not isinstance(changes, dict):
         return []
@@ -165,40 +167,42 @@ def _more(values: Any, path: str) -> list[str]:
 
 
 SWEEPS_OWN = ("name", "storage", "tracking", "workers", "checkpoint", "phases")
-"""Sections of a recipe that a sweep decides on, or that are the same in all trials."""
+"""Sections of a recipe that the sweep sets, or that are the same in all trials."""
 _LEAST_POPULATION = 2
 _MOST_POINTS = 1_000_000
 PBT_MAY_CHANGE = ("optimizer", "clip", "schedule")
-"""The sections that a run may go on with another value of."""
+"""Sections of a recipe that population based training can change in a run that continues."""
 
 
 def sweep_problems(config: SweepConfig, base: BaseRecipe) -> list[str]:
-    """A line for each thing that is wrong, without the file it stands in."""
+    """Return a line per mistake, without the file's name."""
     problems = [
         *key_problems(config.space, base.recipe),
         *metric_problems(config.metric, base.recipe),
-        *_bounds(config),
+        *_domain_problems(config),
         *(f"space.{key}: {line}" for key, line in condition_problems(config.space)),
-        *_searcher(config),
-        *_scheduler(config, base.recipe),
+        *_searcher_problems(config),
+        *_scheduler_problems(config, base.recipe),
     ]
-    return problems or [*_values(config, base)]
+    # Building trial recipes is only worthwhile, and only possible, with valid keys.
+    return problems or [*_value_problems(config, base)]
 
 
 def key_problems(keys: Iterable[str], recipe: Recipe) -> Iterator[str]:
-    """A line for each key of a space that is unknown, or not to be tried."""
-    known = {".".join(path) for path in known_paths(type(recipe))}
-    known |= {f"workload.{'.'.join(path)}" for path in known_paths(type(recipe.workload))}
+    """Yield a line per key of the space that is unknown or must be the same in all trials."""
+    known_keys = {".".join(path) for path in known_paths(type(recipe))}
+    known_keys |= {f"workload.{'.'.join(path)}" for path in known_paths(type(recipe.workload))}
     for key in keys:
-        bare, _, last = key.rpartition(".")
+        parent, _, last = key.rpartition(".")
         if key.split(".")[0] in SWEEPS_OWN:
             yield f"space.{key}: is the same in all trials of a sweep"
-        elif key not in known and not (last.isdigit() and bare in known):
-            yield f"space.{key}: unknown key of the recipe{_meant(key, known)}"
+        # A trailing number is an index into a list, such as `optimizer.betas.1`.
+        elif key not in known_keys and not (last.isdigit() and parent in known_keys):
+            yield f"space.{key}: unknown key of the recipe{_suggest_key(key, known_keys)}"
 
 
 def metric_problems(metric: str, recipe: Recipe) -> Iterator[str]:
-    """A line where the metric of a sweep is none of the recipe's."""
+    """Yield a line if the recipe's evaluations do not report the metric."""
     reported = evaluation_metrics(recipe.workload, recipe.evaluation.sets)
     if metric not in reported:
         yield (
@@ -207,31 +211,34 @@ def metric_problems(metric: str, recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _meant(key: str, known: Iterable[str]) -> str:
-    """The key that an unknown one probably stands for."""
-    same = sorted(path for path in known if path.rpartition(".")[2] == key.rpartition(".")[2])
-    return f" (did you mean '{same[0]}'?)" if same else nearest(key, known)
+def _suggest_key(key: str, known_keys: Iterable[str]) -> str:
+    """Return a suggestion for an unknown key: one with the same last part, else a similar one."""
+    same_ending = sorted(
+        path for path in known_keys if path.rpartition(".")[2] == key.rpartition(".")[2]
+    )
+    return f" (did you mean '{same_ending[0]}'?)" if same_ending else nearest(key, known_keys)
 
 
-def _bounds(config: SweepConfig) -> Iterator[str]:
+def _domain_problems(config: SweepConfig) -> Iterator[str]:
     for key, domain in config.space.items():
         for line in domain.problems():
             yield f"space.{key}: {line}"
 
 
-def _searcher(config: SweepConfig) -> Iterator[str]:
+def _searcher_problems(config: SweepConfig) -> Iterator[str]:
     if package := missing_package(config.searcher):
         yield (
             f"searcher.name: {config.searcher.name!r}: needs the package {package}; install it "
             f"with pip install {package}"
         )
     if isinstance(config.searcher, GridConfig):
-        yield from _grid(config)
+        yield from _grid_problems(config)
 
 
-def _grid(config: SweepConfig) -> Iterator[str]:
+def _grid_problems(config: SweepConfig) -> Iterator[str]:
     points = 1
     for key, domain in config.space.items():
+        # Invalid domains are reported by `_domain_problems`; here each counts as one value.
         values = () if domain.problems() else domain.grid()
         if values is None:
             yield f"space.{key}.points: missing: a grid needs to know how many values"
@@ -240,20 +247,20 @@ def _grid(config: SweepConfig) -> Iterator[str]:
         yield f"space: a grid of up to {points:,} points: expected at most {_MOST_POINTS:,}"
 
 
-def _scheduler(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
+def _scheduler_problems(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
     if isinstance(config.scheduler, NoneConfig):
         return
-    every, counted = recipe.evaluation.every, all(part.steps for part in recipe.parts)
-    if every and counted and every >= (steps := recipe.steps_in_all):
+    every, is_in_steps = recipe.evaluation.every, all(part.steps for part in recipe.parts)
+    if every and is_in_steps and every >= (steps := recipe.steps_in_all):
         yield (
             f"changes.evaluation.every: {every}: expected fewer than steps ({steps}): scheduler "
             f"{config.scheduler.name!r} looks at trials after their evaluations"
         )
     if isinstance(config.scheduler, PbtConfig):
-        yield from _population(config, recipe)
+        yield from _population_problems(config, recipe)
 
 
-def _population(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
+def _population_problems(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
     if config.trials < _LEAST_POPULATION:
         yield f"trials: {config.trials}: expected {_LEAST_POPULATION} or more with scheduler 'pbt'"
     if not isinstance(config.searcher, RandomConfig):
@@ -270,8 +277,11 @@ def _population(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
             yield f"space.{key}.when: not possible with scheduler 'pbt'"
 
 
-def _values(config: SweepConfig, base: BaseRecipe) -> Iterator[str]:
-    """Values that the recipe does not take, tried one at a time beside those of the base."""
+def _value_problems(config: SweepConfig, base: BaseRecipe) -> Iterator[str]:
+    """Yield a line per extreme value that the recipe rejects.
+
+    Each value is tried alone, with all other keys as in the base, or as its conditions require.
+    """
     for key, domain in config.space.items():
         for value in domain.extremes():
             try:

@@ -1,4 +1,4 @@
-"""The driver of a sweep: what it runs, notes in the journal and records in MLflow."""
+"""The driver of a sweep: it runs the trials, writes the journal and records the sweep in MLflow."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
+# Tune requires the process of a trial to claim some resource. A trial on a group of workers claims
+# this much; its workers claim their own CPUs and GPUs.
 _CPUS_OF_A_GROUP = 0.001
-"""The claim of the process beside a group of workers, as Tune wants one from it; the workers
-have their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """Equal shares of a cluster."""
+    """Equal shares of a cluster, one for each concurrent trial."""
 
     count: int
-    """Trials at a time."""
+    """Number of concurrent trials."""
     cpus: float
     """Logical CPUs that the process of a trial claims."""
     gpus: float
     threads: int
-    """CPU threads of a worker."""
+    """CPU threads of each worker."""
 
 
 def slots(
@@ -78,48 +78,60 @@ def slots(
     *,
     trials: int,
 ) -> Slots:
-    """Shares out a cluster so that trials do not fight over it.
+    """Divide a cluster into equal shares so that concurrent trials do not compete for CPUs and
+    GPUs.
 
     Args:
-        workers: of a trial.
-        resources: of the cluster, by Ray's names.
-        wanted: trials at a time.
-        trials: there are no more.
+        workers: the workers of a trial.
+        resources: the cluster's resources, by Ray's names.
+        wanted: number of concurrent trials.
+        trials: number of trials in all, the upper limit of concurrent ones.
 
     Raises:
-        UserError: the cluster is too small for a single one, or for as many groups as are wanted.
+        UserError: the cluster is too small for one trial, or for the requested number of groups.
     """
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     gpus_each = workers.gpus_each(gpus)
-    of_one = {"CPU": workers.most * workers.cpus, "GPU": workers.most * gpus_each}
+    trial_needs = {"CPU": workers.most * workers.cpus, "GPU": workers.most * gpus_each}
     if workers.most == 1 and not gpus_each:
-        of_one["CPU"] = min(1.0, cpus)
-    claimed = {**of_one, "CPU": of_one["CPU"] + _CPUS_OF_A_GROUP * (workers.most > 1)}
-    fitting = min(
-        (int(resources.get(kind, 0.0) / each + 1e-9) for kind, each in claimed.items() if each),
+        trial_needs["CPU"] = min(1.0, cpus)
+    trial_claims = {
+        **trial_needs,
+        "CPU": trial_needs["CPU"] + _CPUS_OF_A_GROUP * (workers.most > 1),
+    }
+    # 1e-9 as floats fall short of whole numbers: 0.3 / 0.1 is 2.9999999999999996.
+    capacity = min(
+        (
+            int(resources.get(kind, 0.0) / each + 1e-9)
+            for kind, each in trial_claims.items()
+            if each
+        ),
         default=0,
     )
-    if fitting < 1:
-        needs = " and ".join(f"{amount:g} {kind}s" for kind, amount in of_one.items() if amount)
+    if capacity < 1:
+        needs = " and ".join(
+            f"{amount:g} {kind}s" for kind, amount in trial_needs.items() if amount
+        )
         raise UserError(
             f"workers.max: {workers.most}: a trial needs {needs}, the cluster has {cpus:g} CPUs "
             f"and {gpus:g} GPUs"
         )
-    if workers.most > 1 and wanted != "auto" and min(trials, wanted) > fitting:
+    if workers.most > 1 and wanted != "auto" and min(trials, wanted) > capacity:
         raise UserError(
-            f"concurrency: {wanted}: the cluster has room for {fitting} trials of {workers.most} "
+            f"concurrency: {wanted}: the cluster has room for {capacity} trials of {workers.most} "
             "workers at a time"
         )
     if not gpus_each and wanted == "auto":
-        fitting = max(1, min(fitting, int(cpus / workers.most)))  # a CPU for every worker
-    count = min(trials, fitting if wanted == "auto" else wanted)
+        # Every worker gets a whole CPU.
+        capacity = max(1, min(capacity, int(cpus / workers.most)))
+    count = min(trials, capacity if wanted == "auto" else wanted)
     share = cpus / count
     threads = max(1, int(share / workers.most))
     if workers.most > 1:
         return Slots(count=count, cpus=_CPUS_OF_A_GROUP, gpus=0.0, threads=threads)
     return Slots(
         count=count,
-        cpus=min(share, of_one["CPU"]) if gpus_each else share,
+        cpus=min(share, trial_needs["CPU"]) if gpus_each else share,
         gpus=min(gpus_each, gpus / count),
         threads=threads,
     )
@@ -134,11 +146,12 @@ _STATUS: dict[State, Status] = {
 
 
 class SweepRecord:
-    """Passes on what happens. Its methods return at once and never raise.
+    """MLflow record of a sweep, with a child run for every trial. Its methods return immediately
+    and never raise.
 
     Args:
         whole: the open record of the sweep.
-        folder: of the trials' runs.
+        folder: the folder of the trials' runs.
     """
 
     def __init__(self, whole: Tracker, folder: Storage) -> None:
@@ -147,17 +160,17 @@ class SweepRecord:
         self._parts: dict[str, Tracker] = {}
 
     def begin(self, trial: Trial, recipe: Recipe | None) -> None:
-        """A trial begins, or is known from before: what a driver that died did not write of it is
-        written now.
+        """Open the record of a new trial, or of one that an earlier launch began.
 
         Args:
-            trial: with all that is known of it.
-            recipe: its own; None where its values make none.
+            trial: the trial, with all of its reports so far.
+            recipe: the trial's recipe; None if its values are invalid.
         """
         params = recipe_params(recipe.as_recorded().model_dump(mode="json")) if recipe else {}
         searched = {f"searched.{key}": value for key, value in trial.values.items()}
         part = self.whole.child(trial.id, params, {"trial": trial.id, **searched})
         self._parts[trial.id] = part
+        # An earlier driver may have died before it recorded these steps.
         part.log_steps(Past.of(self._folder.sub(trial.id)).curves())
         for report in trial.reports:
             part.log_steps([{"step": report.step, **report.metrics}])
@@ -165,7 +178,8 @@ class SweepRecord:
             self.conclude(trial)
 
     def report(self, id: str, report: Report) -> None:
-        """A report has come."""
+        """Log the steps and metrics of a report, and tag a trial that copied another one's
+        state."""
         self._parts[id].log_steps(report.steps)
         if report.metrics:
             self._parts[id].log_steps([{"step": report.step, **report.metrics}])
@@ -174,7 +188,7 @@ class SweepRecord:
             self._parts[id].tag({**values, "copied_from": report.copied.source})
 
     def conclude(self, trial: Trial) -> None:
-        """A trial is over."""
+        """Tag a trial with its final state and close its record."""
         part = self._parts[trial.id]
         part.tag({"state": trial.state, **({"text": trial.text} if trial.text else {})})
         part.end(_STATUS[trial.state])
@@ -187,14 +201,14 @@ class SweepRecord:
         model: str,
         export: LoadableModel | None,
     ) -> None:
-        """Marks the best trial, and registers its state as a version of a model.
+        """Mark the best trial, and register its state as a version of a model.
 
         Args:
-            trial: the best one.
+            trial: the best trial.
             value: its metric.
-            checkpoint: its newest one, a URI and a step.
-            model: the name of the registered model.
-            export: what is made of that checkpoint; None: the checkpoint itself is registered.
+            checkpoint: URI and step of its newest checkpoint.
+            model: name of the registered model.
+            export: the model exported from that checkpoint; None registers the checkpoint itself.
         """
         values: Mapping[str, Any] = {f"best.{key}": v for key, v in trial.values.items()}
         self.whole.tag({"best_trial": trial.id, "best_value": value, **values})
@@ -215,6 +229,8 @@ class SweepRecord:
                 self._parts[trial.id].register_checkpoint(checkpoint[0], model)
 
 
+# Tune writes no logs and snapshots, as the journal replaces them, and prints nothing. It must not
+# handle SIGINT, which `Interrupt` does, and must not change the working directory.
 TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
@@ -223,14 +239,13 @@ TUNE_SETTINGS = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
 }
-"""Tune keeps no notes of its own, as the journal says all, and prints nothing."""
 _GRACE_SECONDS = 60.0
 Show = Callable[[Standings], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepDriver:
-    """One driver's part in a sweep."""
+    """Driver of one launch of a sweep."""
 
     config: SweepConfig
     folder: Storage
@@ -243,10 +258,10 @@ class SweepDriver:
     journal: HistoryWriter
     record: SweepRecord
     launch: int
-    """1, then 2..."""
+    """Number of the launch, counted from 1."""
     lock: Lock
     cleaned: set[str]
-    """Trials whose checkpoints were deleted."""
+    """Ids of the trials whose checkpoints were deleted."""
 
     @classmethod
     def begin(
@@ -259,14 +274,14 @@ class SweepDriver:
         warn: Callable[[str], None],
         resources: Mapping[str, float],
     ) -> SweepDriver:
-        """Reads the journal and opens the record."""
+        """Read the journal, record the launch in it, and open the MLflow record."""
         storage = folder.sub(JOURNAL)
         entries = read_journal(folder).entries
         recipe = job.base.recipe
         launches = [entry for entry in entries if entry["kind"] == LAUNCHED]
 
         def is_copied(original: str) -> bool:
-            if found := is_copy(folder, original, _mlflow_run_id):
+            if found := is_copy(folder, original, _read_mlflow_run_id):
                 warn(f"{folder.uri()}: a copy of {original}; it gets MLflow runs of its own")
             return found
 
@@ -293,11 +308,13 @@ class SweepDriver:
         journal.flush()
         standings = Standings(config.metric, config.mode, entries)
         record = SweepRecord(whole, job.folder)
-        told = {trial.id: trial.last.step for trial in standings.trials.values() if trial.last}
-        drive = cls(
+        reported_steps = {
+            trial.id: trial.last.step for trial in standings.trials.values() if trial.last
+        }
+        driver = cls(
             config=config,
             folder=folder,
-            job=replace(job, told=told),
+            job=replace(job, told=reported_steps),
             interrupt=interrupt,
             show=show,
             warn=warn,
@@ -310,26 +327,30 @@ class SweepDriver:
             cleaned=set(),
         )
         for trial in standings.trials.values():
-            record.begin(trial, drive.recipe_of(trial.id, trial.values))
-        return drive
+            record.begin(trial, driver.recipe_of(trial.id, trial.values))
+        return driver
 
     def to_end(self, shares: Slots, trials: int, tokens: int, began: float) -> Status:
-        """Runs what is left, and makes the report, whatever came."""
+        """Run the remaining trials, register the best one and write the report.
+
+        The record is closed with `FINISHED`, `KILLED` or `FAILED`, also if an error is raised.
+        """
         status: Status = "FAILED"
-        scratch = TemporaryDirectory()  # what is in it must stay until the record is closed
+        # The exported model in it is uploaded in the background until the record is closed.
+        scratch = TemporaryDirectory()
         try:
             with self.interrupt.heard(
                 lambda name: self.warn(f"{name}: ending with the best so far")
             ):
                 self.interrupt.run(
-                    lambda: self._tune(shares, trials, tokens, began),
+                    lambda: self._run_trials(shares, trials, tokens, began),
                     _GRACE_SECONDS,
                     lambda name: None,
                 )
             over = all(trial.is_over for trial in self.standings.trials.values())
             status = "FINISHED" if over and not self.interrupt.signal else "KILLED"
-            self._crown(Path(scratch.name))
-            self._clean(at_the_end=status == "FINISHED")
+            self._register_best(Path(scratch.name))
+            self._delete_checkpoints(at_the_end=status == "FINISHED")
             self._publish()
         except KeyboardInterrupt:
             status = "KILLED"
@@ -342,9 +363,12 @@ class SweepDriver:
         return status
 
     def note(self, entry: dict[str, Any]) -> None:
-        """Something has happened: it is in the journal before anything follows from it."""
+        """Write an entry to the journal, then apply it to the standings, the record and the
+        display."""
         kind = entry["kind"]
         with self.lock:
+            # The entry is on storage before it has consequences: the next launch replays them from
+            # it.
             self.journal.add(kind, {key: value for key, value in entry.items() if key != "kind"})
             self.journal.flush()
             self.standings.apply(entry)
@@ -353,21 +377,23 @@ class SweepDriver:
             self.record.begin(trial, self.recipe_of(trial.id, trial.values))
         elif kind == CONCLUDED:
             self.record.conclude(self.standings.trials[entry["trial"]])
-            self._clean(but=entry["trial"])
+            self._delete_checkpoints(but=entry["trial"])
         self.show(self.standings)
 
     def recipe_of(self, id: str, values: Mapping[str, Value]) -> Recipe | None:
-        """The recipe of a trial; None where its values make none."""
+        """Return the recipe of a trial; None if its values are invalid."""
         try:
             return self.job.recipe(id, values)
         except UserError:
             return None
 
-    def _tune(self, shares: Slots, trials: int, tokens: int, began: float) -> None:
+    def _run_trials(self, shares: Slots, trials: int, tokens: int, began: float) -> None:
         config = self.config
         common = {"metric": config.metric, "mode": config.mode}
         scheduler = build_scheduler(config.scheduler, config.space, **common, trial_tokens=tokens)
         is_pbt = isinstance(config.scheduler, PbtConfig)
+        # Population based training exchanges states among all trials, so Tune needs all of them
+        # from the start; those beyond the cluster's capacity take turns.
         at_a_time = trials if is_pbt else shares.count
         suggestions = Suggestions(
             build_searcher(config.searcher, config.space, **common),
@@ -376,14 +402,14 @@ class SweepDriver:
             self.entries,
             trials=trials,
             at_a_time=at_a_time,
-            problem=self._problem,
+            problem=self._find_problem,
             note=self.note,
         )
         os.environ.update(TUNE_SETTINGS, TUNE_MAX_PENDING_TRIALS_PG=str(at_a_time))
         trainable = tune.with_parameters(TrialActor, job=self.job)
         bundle = {"CPU": shares.cpus, **({"GPU": shares.gpus} if shares.gpus else {})}
         end = began + config.max_seconds if config.max_seconds else math.inf
-        # What goes wrong is in the journal; Tune would tell it in pages.
+        # Errors are in the journal; Tune would print each with pages of tracebacks.
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
         tune.run(
             tune.with_resources(trainable, tune.PlacementGroupFactory([bundle])),
@@ -401,37 +427,43 @@ class SweepDriver:
             raise_on_failed_trial=False,
             verbose=0,
         )
+        # A next launch continues from the journal and never from Tune's own files.
         self.folder.sub("ray").delete()
 
-    def _problem(self, id: str, values: Mapping[str, Value]) -> str | None:
+    def _find_problem(self, id: str, values: Mapping[str, Value]) -> str | None:
         try:
             self.job.recipe(id, values)
         except UserError as error:
             return "; ".join(error.problems)
         return None
 
-    def _crown(self, scratch: Path) -> None:
+    def _register_best(self, scratch: Path) -> None:
         best = self.standings.best()
         if best is None:
             return
         checkpoints = self.job.folder.sub(best.id, "checkpoints")
-        saved = commits(checkpoints)
-        newest = (checkpoints.uri(saved[0].folder), saved[0].step) if saved else None
+        saved_commits = commits(checkpoints)
+        newest = (
+            (checkpoints.uri(saved_commits[0].folder), saved_commits[0].step)
+            if saved_commits
+            else None
+        )
         name = self.folder.url.rpartition("/")[2]
-        export = self._exported(best.id, scratch) if newest else None
+        export = self._export_best(best.id, scratch) if newest else None
         self.record.crown(best, best.value(self.config.metric), newest, name, export)
 
-    def _exported(self, trial: str, scratch: Path) -> LoadableModel | None:
-        """The newest state of a trial as MLflow loads it; None where that cannot be."""
+    def _export_best(self, trial: str, scratch: Path) -> LoadableModel | None:
+        """Export the newest state of a trial as a model for MLflow; return None if that fails."""
         try:
             model = export_model(self.job.folder.uri(trial), scratch / "model")
             return loadable(model, scratch / "mlmodel")
-        except Exception as error:  # the checkpoint is there all the same
+        except Exception as error:  # the checkpoint can still be registered
             self.warn(f"the best trial's model is in MLflow as a checkpoint only: {error}")
             return None
 
-    def _clean(self, *, but: str = "", at_the_end: bool = False) -> None:
-        """Deletes the checkpoints of trials that are over and not the best."""
+    def _delete_checkpoints(self, *, but: str = "", at_the_end: bool = False) -> None:
+        """Delete the checkpoints of all trials that are over, except those of the best trial."""
+        # Population based training may copy from any trial until the sweep ends.
         if self.config.keep == "all" or (
             isinstance(self.config.scheduler, PbtConfig) and not at_the_end
         ):
@@ -448,23 +480,23 @@ class SweepDriver:
     def _publish(self) -> None:
         try:
             publish(self.folder, self.standings, self.config, self.record.whole, self.warn)
-        except Exception as error:  # pictures do not undo a sweep
+        except Exception as error:  # a failed plot must not fail the sweep
             self.warn(f"no report of the sweep: {error}")
 
 
-def _mlflow_run_id(folder: Storage) -> str | None:
+def _read_mlflow_run_id(folder: Storage) -> str | None:
     launches = [entry for entry in read_journal(folder).entries if entry["kind"] == LAUNCHED]
     return launches[-1]["mlflow_run_id"] if launches else None
 
 
 class _Stop(tune.Stopper):
-    """Ends all trials when it is time."""
+    """Stopper that ends all trials when a condition holds."""
 
     def __init__(self, is_time: Callable[[], bool]) -> None:
         self._is_time = is_time
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # Tune writes it down for a resumption that is never asked for
+        return {}  # Tune pickles stoppers for its own resumption, which is not used
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         return False
@@ -474,13 +506,15 @@ class _Stop(tune.Stopper):
 
 
 class Watch(Callback):
-    """Called by Tune in the driver, one event after the other: there is one writer.
+    """Callback through which Tune reports events to the driver.
+
+    Tune calls it for one event after the other, so that the journal has a single writer.
 
     Args:
-        standings: of the sweep.
-        note: takes an entry of the journal.
-        told: called with a trial's id and its report, also with one that is not news.
-        warn: called with one line about what did not go well and goes on.
+        standings: the sweep's standings.
+        note: called with an entry for the journal.
+        told: called with a trial's id and every report, also a repeated one.
+        warn: called with one line about a problem that does not end the sweep.
     """
 
     def __init__(
@@ -490,18 +524,21 @@ class Watch(Callback):
         told: Callable[[str, Report], None],
         warn: Callable[[str], None],
     ) -> None:
-        self._standings, self._note, self._told, self._warn = standings, note, told, warn
+        self._standings, self._note, self._on_report, self._warn = standings, note, told, warn
 
     def on_trial_result(
         self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, result: Any, **info: Any
     ) -> None:
-        """A report has come, and the scheduler has decided."""
+        """Record a report, and conclude the trial if the scheduler has stopped it."""
         report: Report = result.pop(REPORT)
-        known = self._standings.trials[str(trial)]
-        self._told(str(trial), report)
+        sweep_trial = self._standings.trials[str(trial)]
+        self._on_report(str(trial), report)
         if report.copied:
             self._note({"kind": COPIED, "trial": str(trial), **asdict(report.copied)})
-        is_news = not known.last or report.step > known.last.step or report.copied is not None
+        # A restarted trial repeats reports that the journal already has.
+        is_news = (
+            not sweep_trial.last or report.step > sweep_trial.last.step or report.copied is not None
+        )
         if report.metrics and is_news:
             self._note({"kind": REPORTED, **report_entry(str(trial), report)})
         if result.get("done"):
@@ -511,21 +548,21 @@ class Watch(Callback):
     def on_trial_recover(
         self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any
     ) -> None:
-        """The process of a trial died; another one goes on."""
+        """Warn that the process of a trial died and that another one continues it."""
         self._warn(f"trial {trial!s}: its process died; going on from its checkpoint")
 
     def on_trial_error(
         self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any
     ) -> None:
-        """The process of a trial died too often."""
-        self._conclude(str(trial), "failed", f"its process died{_reason(trial)}")
+        """Conclude a trial whose process has died more than `max_failures` times."""
+        self._conclude(str(trial), "failed", f"its process died{_format_reason(trial)}")
 
     def _conclude(self, id: str, state: str, text: str) -> None:
         if not self._standings.trials[id].is_over:
             self._note({"kind": CONCLUDED, "trial": id, "state": state, "text": text})
 
 
-def _reason(trial: TuneTrial) -> str:
+def _format_reason(trial: TuneTrial) -> str:
     error = trial.get_error()
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] if error else []
     return f": {lines[-1][:200]}" if lines else ""

@@ -11,76 +11,76 @@ from elastrata.step.events import TrainingError
 from elastrata_pipelines.errors import UserError
 
 State = Literal["running", "finished", "stopped", "diverged", "failed"]
-"""`finished`: all steps are done; `stopped`: by the scheduler; `diverged`: its loss was not finite;
-`failed`: an error ended it."""
+"""`finished`: all steps are done; `stopped`: the scheduler ended it; `diverged`: its loss was not
+finite; `failed`: an error ended it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copied:
-    """A trial has taken over the state of another one."""
+    """Copy of another trial's state by population based training."""
 
     source: str
     """Id of the other trial."""
     step: int
-    """Steps done in that state."""
+    """Optimizer steps done in the copied state."""
     values: Mapping[str, Any]
-    """The values that the trial goes on with."""
+    """The values with which the trial continues, by dotted key."""
     metrics: Mapping[str, float]
-    """The evaluation of the copy, before its first step."""
+    """The evaluation of the copied state, before its first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The state of a trial after an evaluation."""
+    """State of a trial after an evaluation."""
 
     step: int
     """Optimizer steps done."""
     samples: int
     tokens: int
     seconds: float
-    """Steps and evaluations since the report before."""
+    """Time in steps and evaluations since the previous report."""
     metrics: Mapping[str, float]
     """The evaluation after that step, by metric name."""
     steps: Sequence[Mapping[str, float]] = ()
-    """The steps since the report before: `step`, and metrics by name."""
+    """The steps since the previous report: `step`, and metrics by name."""
     state: State = "running"
     text: str = ""
-    """The error, in one line."""
+    """The error, in one line; empty without one."""
     copied: Copied | None = None
-    """A copy since the report before."""
+    """The copy that the trial made since the previous report."""
 
     def value(self, metric: str) -> float:
-        """The metric, or NaN where the report has none."""
+        """Return the metric, or NaN if the report has none."""
         return self.metrics.get(metric, math.nan)
 
 
 @dataclass
 class Trial:
-    """One point of a sweep, and what came of it."""
+    """One point of a sweep, with its state and reports."""
 
     id: str
     """A number in the order of the suggestions: `0000`..."""
     values: dict[str, Any]
-    """By dotted key; as they are now, where population based training has changed them."""
+    """Current values by dotted key; population based training changes them."""
     state: State = "running"
     text: str = ""
     reports: list[Report] = field(default_factory=list)
     copies: list[Copied] = field(default_factory=list)
-    """When it took over the state of another trial."""
+    """Each copy that it made of another trial's state."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """True once the trial can send no more reports."""
         return self.state != "running"
 
     @property
     def counts(self) -> bool:
-        """Whether it can be the best."""
+        """True if the trial can be the best: it has a report and has not failed or diverged."""
         return self.state not in ("diverged", "failed") and bool(self.reports)
 
     @property
     def last(self) -> Report | None:
-        """The newest report."""
+        """The newest report; None without one."""
         return self.reports[-1] if self.reports else None
 
     @property
@@ -94,7 +94,7 @@ class Trial:
         return sum(report.seconds for report in self.reports)
 
     def value(self, metric: str) -> float:
-        """The newest value of a metric; NaN where there is none."""
+        """Return the newest value of a metric, or NaN if there is none."""
         return self.last.value(metric) if self.last else math.nan
 
 
@@ -102,39 +102,40 @@ _NOT_FINITE = "not finite"
 
 
 def failure(error: Exception) -> tuple[State, str]:
-    """The state of a trial that raised this, and the reason in a line."""
+    """Return the state of a trial that raised this error, and the reason in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else "no message"
+    # A diverged trial is a result of the search; any other error may be a fault of the setup.
     if isinstance(error, TrainingError) and _NOT_FINITE in text:
         return "diverged", text
     return "failed", f"{type(error).__name__}: {text}"
 
 
 LAUNCHED = "launched"
-"""Kind of the entry with which a launch begins."""
+"""Kind of the first entry of every launch."""
 SUGGESTED, REPORTED, COPIED, CONCLUDED = "suggested", "reported", "copied", "concluded"
-"""Kinds of entries: a point to try, a report of a trial, a state taken over, the end of a trial."""
+"""Kinds of entries: a point to try, a report of a trial, a copied state, the end of a trial."""
 _ABOUT_A_TRIAL = (SUGGESTED, REPORTED, COPIED, CONCLUDED)
 
 
 class Standings:
-    """All trials of a sweep with their reports, entry by entry."""
+    """All trials of a sweep with their reports, built from the journal's entries."""
 
     def __init__(self, metric: str, mode: str, entries: Iterable[Mapping[str, Any]] = ()) -> None:
         self.metric, self.mode = metric, mode
         self.trials: dict[str, Trial] = {}
-        """By id, in the order they were suggested."""
+        """Trials by id, in the order of their suggestions."""
         for entry in entries:
             self.apply(entry)
 
     def apply(self, entry: Mapping[str, Any]) -> None:
-        """Takes one more entry of the journal.
+        """Apply the next entry of the journal.
 
         Raises:
-            UserError: it is about a trial that there is not, or that there was already.
+            UserError: the entry names a trial that is unknown, or suggests one a second time.
         """
         if entry["kind"] in _ABOUT_A_TRIAL:
-            self._check(entry["kind"], entry["trial"])
+            self._check_trial_id(entry["kind"], entry["trial"])
         match entry["kind"]:
             case "suggested":
                 self.trials[entry["trial"]] = Trial(id=entry["trial"], values=dict(entry["values"]))
@@ -149,7 +150,7 @@ class Standings:
                 trial = self.trials[entry["trial"]]
                 trial.state, trial.text = entry["state"], entry["text"]
 
-    def _check(self, kind: str, trial: str) -> None:
+    def _check_trial_id(self, kind: str, trial: str) -> None:
         is_new = kind == SUGGESTED
         if is_new == (trial in self.trials):
             what = "was suggested before" if is_new else "was never suggested"
@@ -158,7 +159,8 @@ class Standings:
             )
 
     def best(self) -> Trial | None:
-        """The trial whose newest value is the best; the first of equals, None where none counts."""
+        """Return the trial with the best newest value, the first of equals; None if no trial has
+        one."""
         sign = 1.0 if self.mode == "min" else -1.0
         ranked = [
             (sign * trial.value(self.metric), trial.id)
@@ -169,14 +171,14 @@ class Standings:
 
 
 def report_entry(trial: str, report: Report) -> dict[str, Any]:
-    """The entry of a report in the journal; the steps are in the trial's own history."""
-    kept = asdict(report)
+    """Return the journal entry of a report. Its steps are left to the trial's own history."""
+    fields = asdict(report)
     for key in ("steps", "state", "text", "copied"):
-        del kept[key]
-    return {"trial": trial, **kept}
+        del fields[key]
+    return {"trial": trial, **fields}
 
 
 def read_report(entry: Mapping[str, Any]) -> Report:
-    """The report in an entry of the journal."""
+    """Return the report in an entry of the journal."""
     keys = ("step", "samples", "tokens", "seconds", "metrics")
     return Report(**{key: entry[key] for key in keys})

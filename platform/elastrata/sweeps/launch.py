@@ -43,77 +43,82 @@ def sweep(
     show: Show = lambda standings: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> SweepResult:
-    """Runs the trials of a sweep, or those that are left of the sweep of that name.
+    """Run the trials of a sweep; if a sweep of that name exists, run its remaining trials.
 
     Args:
-        config: what is tried.
-        name: of the sweep; its folder in the recipe's storage.
-        address: the Ray cluster to join; default: the session that is open, else one of its own.
-        show: called with the standings after everything that happens.
-        warn: called with one line about what went wrong and did not end the sweep.
+        config: the sweep.
+        name: the sweep's name, and its folder's in the recipe's storage.
+        address: the Ray cluster to join. Default: the open session, else a new local one.
+        show: called with the standings after every event.
+        warn: called with one line about a problem that does not end the sweep.
 
     Raises:
-        UserError: something in the sweep, its recipe, the data or the cluster cannot work.
+        UserError: the sweep, its recipe, the data or the cluster cannot be used.
     """
     began = time.monotonic()
     base = at_home(check_sweep(config))
     root = Storage(base.recipe.storage)
-    missing = _missing_data(base.recipe)
+    missing = _find_missing_data(base.recipe)
     if not missing:
-        _trial_tokens(base.recipe)
+        # Existing data is checked before Ray starts, which takes seconds.
+        _estimate_trial_tokens(base.recipe)
     folder = root.sub(name)
     check_folder(folder, "sweep")
     check_parent(root)
     check_storage(root)
     interrupt = Interrupt()
-    with _owned(folder, interrupt, warn):
+    with _claim_folder(folder, interrupt, warn):
         check_same_sweep(folder, config, base.recipe)
+        # Ray starts only after all checks that need no cluster.
         for line in check_journal(folder, config):
             warn(line)
         with ray_session(address):
             for path, preparation in missing.items():
                 prepare(preparation, path)
-            tokens = _trial_tokens(base.recipe)
-            trials = _most(config)
+            tokens = _estimate_trial_tokens(base.recipe)
+            trials = _count_trials(config)
             shares = slots(base.recipe.workers, _resources(), config.concurrency, trials=trials)
             write_sweep(folder, config, base.recipe)
             job = TrialJob(
                 base=base, folder=folder.sub(TRIALS), threads=shares.threads, metric=config.metric
             )
-            drive = SweepDriver.begin(config, folder, job, interrupt, show, warn, _resources())
-            status = drive.to_end(shares, trials, tokens, began)
+            driver = SweepDriver.begin(config, folder, job, interrupt, show, warn, _resources())
+            status = driver.to_end(shares, trials, tokens, began)
     return SweepResult(
         name=name,
         folder=folder.uri(),
-        mlflow_run_id=drive.record.whole.run_id,
+        mlflow_run_id=driver.record.whole.run_id,
         status=status,
         config=config,
-        standings=drive.standings,
+        standings=driver.standings,
         seconds=time.monotonic() - began,
     )
 
 
 @contextmanager
-def _owned(folder: Storage, interrupt: Interrupt, warn: Callable[[str], None]) -> Iterator[None]:
-    """Run the block as the sweep's only driver."""
+def _claim_folder(
+    folder: Storage, interrupt: Interrupt, warn: Callable[[str], None]
+) -> Iterator[None]:
+    """Hold the claim on the sweep's folder during the block, so that it has one driver."""
     with claim(folder, "sweep", lost=interrupt.lose, warn=warn):
         yield
 
 
 def check_journal(folder: Storage, config: SweepConfig) -> tuple[str, ...]:
-    """A line for each thing that is not as it was written, and does not hinder.
+    """Return a line for each part of the sweep that is damaged but does not prevent its
+    continuation.
 
     Raises:
-        UserError: it cannot be read, contradicts itself, or holds what does not belong to it.
+        UserError: the journal is unreadable, contradicts itself, or holds foreign parts.
     """
     journal = read_journal(folder)
     standings = Standings(config.metric, config.mode, journal.entries)
     trials = [folder.sub(TRIALS, trial.id) for trial in standings.trials.values() if trial.reports]
-    gone = [trial for trial in trials if not part_names(trial.sub("history"))]
+    without_history = [trial for trial in trials if not part_names(trial.sub("history"))]
     return (
         *journal.problems,
         *unknown_trials(folder, standings),
-        *(f"{trial.uri()}: the history is gone" for trial in gone),
+        *(f"{trial.uri()}: the history is gone" for trial in without_history),
     )
 
 
@@ -122,18 +127,18 @@ def _resources() -> dict[str, float]:
     return resources
 
 
-def _most(config: SweepConfig) -> int:
-    """Trials in all."""
+def _count_trials(config: SweepConfig) -> int:
+    """Return the number of trials in all."""
     if isinstance(config.searcher, GridConfig):
         return sum(1 for _ in grid_points(config.space))
     return config.trials
 
 
-def _missing_data(recipe: Recipe) -> dict[str, PrepareConfig]:
-    """How to prepare those of the recipe's data sets that are not there.
+def _find_missing_data(recipe: Recipe) -> dict[str, PrepareConfig]:
+    """Return the preparation of each of the recipe's data sets that does not exist, by path.
 
     Raises:
-        UserError: one is not there, and the recipe does not say how to make it.
+        UserError: a data set is missing, and the recipe does not say how to prepare it.
     """
     missing = {place for part in recipe.parts for place in part.data.places.values()}
     missing = {path for path in missing if Manifest.find(Storage(path)) is None}
@@ -142,11 +147,11 @@ def _missing_data(recipe: Recipe) -> dict[str, PrepareConfig]:
     return {path: how for path, how in preparations(recipe).items() if path in missing}
 
 
-def _trial_tokens(recipe: Recipe) -> int:
-    """Tokens of a trial that runs to its end, about.
+def _estimate_trial_tokens(recipe: Recipe) -> int:
+    """Return the approximate number of tokens of a trial that runs to its end.
 
     Raises:
-        UserError: a data set cannot work, or has nothing held out to compare trials by.
+        UserError: a data set cannot be used, or has no held-out data by which to compare trials.
     """
     data = training_data(in_steps(recipe))
     if None in data.held_out:

@@ -1,4 +1,4 @@
-"""The pictures and the report of a sweep."""
+"""The plots and the HTML report of a sweep."""
 
 from __future__ import annotations
 
@@ -28,26 +28,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# Share of an axis left free below the best value and, unless the axis is cut off, above the worst.
 _ROOM = 0.12
-"""The share of an axis below the best value and, where nothing is cut off, above the worst."""
 _MOST_LISTED = 8
+# Values that exceed the best by more than this many widths of the better half are drawn at the
+# edge.
 _OUTLIER = 3.0
-"""Values farther above the best half than this many of its widths are drawn at the edge."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Which values of the metric are drawn where they are, and which at the edge of a picture:
-    what is far worse than the better half would flatten all the rest."""
+    """Range of the metric that plots show; values beyond it are drawn at the edge.
+
+    Values much worse than the better half would otherwise flatten the rest of a plot.
+    """
 
     sign: float
-    """1 where small values are good, else -1."""
+    """1 if small values of the metric are good, else -1."""
     ends: tuple[float, float] | None
-    """The best and the worst value that is drawn where it is; None: all are."""
+    """The best and the worst value inside the range; None if the range holds all values."""
 
     @classmethod
     def of(cls, standings: Standings) -> Scale:
-        """For all reports of all trials."""
+        """Return the scale for all reports of all trials."""
         sign = 1.0 if standings.mode == "min" else -1.0
         values = sorted(
             sign * report.value(standings.metric)
@@ -55,6 +58,7 @@ class Scale:
             for report in trial.reports
             if math.isfinite(report.value(standings.metric))
         )
+        # The spread of the better half of fewer than four values says nothing.
         if len(values) < 4:
             return cls(sign, None)
         best, middle = values[0], values[len(values) // 2]
@@ -63,34 +67,36 @@ class Scale:
         return cls(sign, (sign * best, sign * worst) if is_cut else None)
 
     def is_beyond(self, value: float) -> bool:
-        """Whether a value is drawn at the edge."""
+        """Return whether a value is drawn at the edge."""
         return self.ends is not None and self.sign * value > self.sign * self.ends[1]
 
     def shown(self, trial: Trial, standings: Standings) -> float:
-        """Where a trial's newest value is drawn; NaN where it has none that counts."""
+        """Return the height at which a trial's newest value is drawn; NaN if it has no valid
+        value."""
         value = trial.value(standings.metric) if trial.counts else math.nan
         return self.ends[1] if self.ends and self.is_beyond(value) else value
 
     def limit(self, axes: Axes) -> None:
-        """Cuts an axis off there, and leaves room for what is written below its best value."""
+        """Cut an axis off at the range, and leave room for the label below the best value."""
         axes.margins(y=_ROOM)
         if self.ends:
             best, worst = self.ends
             axes.set_ylim(*sorted((best - _ROOM * (worst - best), worst)))
 
     def note(self, standings: Standings) -> str:
-        """A line about the trials that are not drawn where they are; maybe empty."""
+        """Return a line about the trials that are drawn at the edge or not at all; empty if there
+        are no such trials."""
         trials = standings.trials.values()
         beyond = [t.id for t in trials if t.counts and self.is_beyond(t.value(standings.metric))]
-        lost = [t.id for t in trials if t.is_over and not t.counts]
+        without_value = [t.id for t in trials if t.is_over and not t.counts]
         parts = [
-            *([f"beyond the axis, drawn at its edge: {_listed(beyond)}"] if beyond else []),
-            *([f"diverged or failed: {_listed(lost)}"] if lost else []),
+            *([f"beyond the axis, drawn at its edge: {_join_ids(beyond)}"] if beyond else []),
+            *([f"diverged or failed: {_join_ids(without_value)}"] if without_value else []),
         ]
         return f"Trials {'; '.join(parts)}." if parts else ""
 
 
-def _listed(ids: Sequence[str]) -> str:
+def _join_ids(ids: Sequence[str]) -> str:
     more = len(ids) - _MOST_LISTED
     return ", ".join(ids[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
@@ -102,18 +108,18 @@ _MARGIN = 0.05
 
 
 def draw(picture: str, standings: Standings, space: Mapping[str, Domain]) -> Figure:
-    """One of `PICTURES`, in the house style, without a display."""
+    """Return one of the `PICTURES` in Elastrata's plot style. No display is needed."""
     makers: dict[str, Callable[[Standings, Mapping[str, Domain]], Figure]] = {
-        "curves": _curves,
-        "keys": _keys,
-        "parallel": _parallel,
-        "importance": _importance,
+        "curves": _draw_curves,
+        "keys": _draw_keys,
+        "parallel": _draw_parallel,
+        "importance": _draw_importance,
     }
     return makers[picture](standings, space)
 
 
 def png(figure: Figure) -> bytes:
-    """The picture as the bytes of a PNG file."""
+    """Return a figure as the bytes of a PNG file."""
     stream = io.BytesIO()
     figure.savefig(stream)
     return stream.getvalue()
@@ -122,8 +128,8 @@ def png(figure: Figure) -> bytes:
 def importances(standings: Standings, space: Mapping[str, Domain]) -> dict[str, float]:
     """Return Optuna's importance of every key that all trials have, the largest first.
 
-    PED-ANOVA (Watanabe et al., arXiv 2304.10255) over the trials that have a report; a diverged
-    trial counts as the worst of the others. Fewer than two such trials: an empty result.
+    Computed with PED-ANOVA (Watanabe et al., arXiv 2304.10255) over the trials that have a report.
+    The result is empty with fewer than two finite values.
 
     Raises:
         UserError: Optuna is not installed.
@@ -138,26 +144,28 @@ def importances(standings: Standings, space: Mapping[str, Domain]) -> dict[str, 
     if len(finite) < 2:
         return {}
     is_min = standings.mode == "min"
+    # A diverged trial counts as the worst of the others, as Optuna accepts no NaN.
     worst = max(finite) if is_min else min(finite)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="minimize" if is_min else "maximize")
     for trial, value in zip(trials, values, strict=True):
-        kinds = {key: _distribution(space[key]) for key in trial.values}
+        distributions = {key: _build_distribution(space[key]) for key in trial.values}
         study.add_trial(
             optuna.trial.create_trial(
                 params=trial.values,
-                distributions=kinds,
+                distributions=distributions,
                 value=value if math.isfinite(value) else worst,
             )
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of few trials, which a first look at a sweep has
+        # Optuna warns about few trials, which is normal for a sweep that has just begun.
+        warnings.simplefilter("ignore")
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-        found = optuna.importance.get_param_importances(study, evaluator=evaluator)
-    return {key: float(share) for key, share in found.items()}
+        shares = optuna.importance.get_param_importances(study, evaluator=evaluator)
+    return {key: float(share) for key, share in shares.items()}
 
 
-def _distribution(domain: Domain) -> Any:
+def _build_distribution(domain: Domain) -> Any:
     from optuna.distributions import (
         CategoricalDistribution,
         FloatDistribution,
@@ -175,7 +183,7 @@ def _distribution(domain: Domain) -> Any:
             return FloatDistribution(*domain.uniform)
 
 
-def _curves(standings: Standings, space: Mapping[str, Domain]) -> Figure:
+def _draw_curves(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     figure = _figure(9.0, 5.0)
     axes = _axes(figure, 111, "Learning curves", "tokens", standings.metric)
     best = standings.best()
@@ -185,9 +193,9 @@ def _curves(standings: Standings, space: Mapping[str, Domain]) -> Figure:
         values = [report.value(standings.metric) for report in trial.reports]
         if not tokens:
             continue
-        color, width = _look(trial, best)
+        color, width = _line_style(trial, best)
         axes.plot(tokens, values, color=color, linewidth=width, zorder=3 if trial is best else 2)
-        _mark(axes, scale, tokens[-1], trial, standings.metric, color, size=6)
+        _draw_value(axes, scale, tokens[-1], trial, standings.metric, color, size=6)
     if best:
         last = best.reports[-1]
         axes.annotate(f"trial {best.id}: {last.value(standings.metric):.4g}",
@@ -195,13 +203,13 @@ def _curves(standings: Standings, space: Mapping[str, Domain]) -> Figure:
                       textcoords="offset points", ha="right", color=_BEST,
                       fontweight="bold")  # fmt: skip
     scale.limit(axes)
-    _legend(axes)
-    _note(figure, scale.note(standings))
+    _draw_legend(axes)
+    _draw_note(figure, scale.note(standings))
     return figure
 
 
-def _keys(standings: Standings, space: Mapping[str, Domain]) -> Figure:
-    """The metric against each key, a panel for each."""
+def _draw_keys(standings: Standings, space: Mapping[str, Domain]) -> Figure:
+    """Draw the metric against each key, in one panel per key."""
     from matplotlib.ticker import NullFormatter
 
     rows = math.ceil(len(space) / _COLUMNS)
@@ -213,26 +221,26 @@ def _keys(standings: Standings, space: Mapping[str, Domain]) -> Figure:
         axes = _axes(figure, (rows, columns, number), key, "", standings.metric)
         for trial in standings.trials.values():
             if key in trial.values and trial.reports:
-                color, _ = _look(trial, best)
-                x = _on_axis(domain, trial.values[key])
+                color, _ = _line_style(trial, best)
+                x = _axis_position(domain, trial.values[key])
                 size = 9 if trial is best else 6
-                _mark(axes, scale, x, trial, standings.metric, color, size)
+                _draw_value(axes, scale, x, trial, standings.metric, color, size)
         if isinstance(domain, LogUniform):
             axes.set_xscale("log")
             axes.xaxis.set_minor_formatter(NullFormatter())
-        if _numeric(domain):
-            _span(axes, domain)
+        if _is_numeric(domain):
+            _set_limits(axes, domain)
         else:
             names = [str(value) for value in domain.extremes()]
             axes.set_xticks(range(len(names)), names)
             axes.set_xlim(-0.5, len(names) - 0.5)
         scale.limit(axes)
-    _note(figure, scale.note(standings))
+    _draw_note(figure, scale.note(standings))
     return figure
 
 
-def _parallel(standings: Standings, space: Mapping[str, Domain]) -> Figure:
-    """A line for every trial, through its value on an axis for each key, to its result."""
+def _draw_parallel(standings: Standings, space: Mapping[str, Domain]) -> Figure:
+    """Draw a line for every trial through its value on one axis per key, to its result."""
     from matplotlib import colormaps
 
     figure = _figure(max(7.0, 1.8 * (len(space) + 1)), 5.0)
@@ -246,7 +254,7 @@ def _parallel(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     for trial, result in zip(trials, results, strict=True):
         share = (result - low) / (high - low) if high > low else 0.5
         good = 1 - share if standings.mode == "min" else share
-        places = [_place(space[key], trial.values.get(key)) for key in space]
+        places = [_domain_share(space[key], trial.values.get(key)) for key in space]
         color = _BEST if trial is best else colormaps["viridis"](good)
         axes.plot(range(len(names)), [*places, share], color=color, alpha=0.9,
                   linewidth=3 if trial is best else 1.2, marker="o", markersize=3)  # fmt: skip
@@ -261,11 +269,11 @@ def _parallel(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
     axes.set_yticks([])
     axes.set_ylim(-0.12, 1.12)
-    _note(figure, scale.note(standings))
+    _draw_note(figure, scale.note(standings))
     return figure
 
 
-def _importance(standings: Standings, space: Mapping[str, Domain]) -> Figure:
+def _draw_importance(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     figure = _figure(8.0, 1.2 + 0.45 * len(space))
     title = f"Importance of each key for a good {standings.metric} (Optuna, PED-ANOVA)"
     axes = _axes(figure, 111, title, "", "")
@@ -281,8 +289,8 @@ def _importance(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     return figure
 
 
-def _look(trial: Trial, best: Trial | None) -> tuple[str, float]:
-    """Colour and width of a trial's line."""
+def _line_style(trial: Trial, best: Trial | None) -> tuple[str, float]:
+    """Return the colour and the width of a trial's line."""
     if trial is best:
         return _BEST, 3.0
     if not trial.counts:
@@ -294,7 +302,7 @@ def _marker(trial: Trial) -> str:
     return {"finished": "o", "stopped": "s", "running": "."}.get(trial.state, "x")
 
 
-def _legend(axes: Axes) -> None:
+def _draw_legend(axes: Axes) -> None:
     from matplotlib.lines import Line2D
 
     kinds = [
@@ -307,42 +315,43 @@ def _legend(axes: Axes) -> None:
     axes.legend(handles=handles, frameon=False, labelcolor=INK)
 
 
-def _mark(
+def _draw_value(
     axes: Axes, scale: Scale, x: Any, trial: Trial, metric: str, color: str, size: int
 ) -> None:
-    """A trial's newest value: where it is, or as an arrow or a cross at the edge of the axis."""
+    """Draw a trial's newest value as a point, or as an arrow or a cross at the edge of the axis."""
     value = trial.value(metric)
     is_inside = math.isfinite(value) and not scale.is_beyond(value)
     arrow = ("^" if scale.sign > 0 else "v") if math.isfinite(value) and trial.counts else "x"
     marker = _marker(trial) if is_inside else arrow
-    kind: dict[str, Any] = {
+    style: dict[str, Any] = {
         "marker": marker,
         "color": color,
         "markersize": size,
         "linestyle": "none",
     }
     if is_inside:
-        axes.plot(x, value, **kind)
+        axes.plot(x, value, **style)
     else:
         edge = 1.0 if scale.sign > 0 else 0.0
+        # x in data coordinates, y as a share of the axis: the marker stays at the edge.
         across = axes.get_xaxis_transform()
-        axes.plot([x], [edge], transform=across, clip_on=False, zorder=4, **kind)
+        axes.plot([x], [edge], transform=across, clip_on=False, zorder=4, **style)
 
 
-def _note(figure: Figure, text: str) -> None:
+def _draw_note(figure: Figure, text: str) -> None:
     if text:
         figure.supxlabel(text, x=0.01, ha="left", fontsize=9, color=QUIET)
 
 
-def _on_axis(domain: Domain, value: Any) -> Any:
-    """A value of a key as a number; a choice of words by its place."""
-    if _numeric(domain):
+def _axis_position(domain: Domain, value: Any) -> Any:
+    """Return the position of a key's value on its axis: its number, or the index of a choice."""
+    if _is_numeric(domain):
         return value
     return [str(choice) for choice in domain.extremes()].index(str(value))
 
 
-def _span(axes: Axes, domain: Domain) -> None:
-    """From the smallest value of a domain to the largest, with a margin."""
+def _set_limits(axes: Axes, domain: Domain) -> None:
+    """Set the limits of an x axis to a domain, with a margin."""
     values = [float(str(value)) for value in domain.extremes()]
     low, high = min(values), max(values)
     if isinstance(domain, LogUniform):
@@ -351,11 +360,11 @@ def _span(axes: Axes, domain: Domain) -> None:
         axes.set_xlim(low - _MARGIN * (high - low), high + _MARGIN * (high - low))
 
 
-def _numeric(domain: Domain) -> bool:
+def _is_numeric(domain: Domain) -> bool:
     return all(isinstance(v, int | float) and not isinstance(v, bool) for v in domain.extremes())
 
 
-def _place(domain: Domain, value: Any) -> float:
+def _domain_share(domain: Domain, value: Any) -> float:
     return math.nan if value is None else domain.share_of(value)
 
 
@@ -389,18 +398,19 @@ def _axes(figure: Figure, place: Any, title: str, x_label: str, y_label: str) ->
 
 
 def headings(standings: Standings, space: Mapping[str, Domain]) -> list[str]:
-    """The names of the columns."""
-    return ["", "trial", *map(_short, space), standings.metric, "step", "tokens", "state"]
+    """Return the headings of the table of trials."""
+    return ["", "trial", *map(_shorten_key, space), standings.metric, "step", "tokens", "state"]
 
 
 def rows(standings: Standings, space: Mapping[str, Domain]) -> list[list[str]]:
-    """The cells of every trial, in the order of `ordered`."""
+    """Return the cells of every trial, in the order of `ordered`."""
     best = standings.best()
     return [_row(trial, standings.metric, space, trial is best) for trial in ordered(standings)]
 
 
 def ordered(standings: Standings) -> list[Trial]:
-    """All trials, those that run first, then the best ones; those without a value last."""
+    """Return the trials: running ones first, then by value, the best first; those without a value
+    last."""
     sign = 1.0 if standings.mode == "min" else -1.0
 
     def place(trial: Trial) -> tuple[bool, float, str]:
@@ -419,7 +429,7 @@ def _row(trial: Trial, metric: str, space: Mapping[str, Domain], is_best: bool) 
     return [
         "*" if is_best else "",
         trial.id,
-        *(_shown(trial.values.get(key)) for key in space),
+        *(_format_value(trial.values.get(key)) for key in space),
         f"{trial.value(metric):.4f}" if last and trial.counts else "",
         str(last.step) if last else "",
         f"{trial.tokens:,}" if last else "",
@@ -427,13 +437,13 @@ def _row(trial: Trial, metric: str, space: Mapping[str, Domain], is_best: bool) 
     ]
 
 
-def _short(key: str) -> str:
-    """The end of a dotted key that tells what it is: `betas.1`, `lr`."""
+def _shorten_key(key: str) -> str:
+    """Return the distinctive end of a dotted key, such as `lr` or `betas.1`."""
     parts = key.split(".")
     return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -455,9 +465,9 @@ def publish(
     tracker: Tracker,
     warn: Callable[[str], None],
 ) -> None:
-    """Write the pictures and the report to the sweep's folder and to MLflow.
+    """Write the plots and the report to the sweep's folder and to MLflow.
 
-    Calls `warn` with a line about a picture that needs a package that is not installed.
+    Calls `warn` with a line for each plot that needs a package that is not installed.
     """
     pictures = {}
     for name in PICTURES:
@@ -474,7 +484,7 @@ def publish(
 
 
 def html_table(standings: Standings, space: Mapping[str, Domain]) -> str:
-    """The trials as an HTML table, the best one marked."""
+    """Return the trials as an HTML table with the best one marked."""
     best = standings.best()
     head = "".join(f"<th>{html.escape(name)}</th>" for name in headings(standings, space))
     lines = []

@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 
 BASE_FILE, JOURNAL, PLOTS, REPORT_FILE = "recipe.yaml", "journal", "plots", "report.html"
-_WHERE_AND_HOW = ("name", "storage", "workers", "checkpoint", "tracking")
+_UNCOMPARED_SECTIONS = ("name", "storage", "workers", "checkpoint", "tracking")
+# Keys that may differ when a sweep is continued. The recipe is compared by its contents, hence its
+# name may differ.
 MAY_CHANGE = {"name", "recipe", "trials", "concurrency", "max_seconds", "max_failures", "keep"}
-"""Keys of a sweep that it may be continued with another value of; of the recipe, what it says
-counts, not its name."""
 
+# Earlier versions recorded these keys, too; they do not change what a trial learns.
 _PREPARATION = re.compile(r"(phases\.\d+\.)?data\.prepare(\.|$)")
-"""What earlier versions have written down, too."""
 
 
 def check_same_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None:
-    """Refuses to continue a sweep as another one.
+    """Check that a sweep in the folder, if there is one, is the sweep that is to be continued.
 
     Raises:
-        UserError: the folder holds a sweep with another space, searcher or scheduler, or of another
-            recipe; a line for each key.
+        UserError: the folder holds a sweep with another space, searcher, scheduler or recipe; one
+            line per key.
     """
     if not folder.exists(SWEEP_FILE):
         return
@@ -66,7 +66,7 @@ def check_same_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None
 
 
 def write_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None:
-    """Writes what the sweep is."""
+    """Write the sweep's configuration and its base recipe to its folder."""
     for name, values in ((BASE_FILE, _base_values(base)), (SWEEP_FILE, _sweep_values(config))):
         folder.write(dump_yaml(values).encode(), name)
 
@@ -76,15 +76,15 @@ def _sweep_values(config: SweepConfig) -> dict[str, Any]:
 
 
 def _base_values(base: Recipe) -> dict[str, Any]:
-    """The values that decide what a trial learns."""
-    return base.as_recorded().model_dump(mode="json", exclude=set(_WHERE_AND_HOW))
+    """Return the values of the base recipe that decide what a trial learns."""
+    return base.as_recorded().model_dump(mode="json", exclude=set(_UNCOMPARED_SECTIONS))
 
 
 def read_sweep(folder: Storage) -> SweepConfig:
-    """The sweep in a folder.
+    """Read the configuration of the sweep in a folder.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: the folder holds no sweep, or its file is damaged.
     """
     if not folder.exists(SWEEP_FILE):
         raise UserError(f"{folder.uri()}: no sweep there")
@@ -96,25 +96,29 @@ def read_sweep(folder: Storage) -> SweepConfig:
 
 
 def sweep_digest(folder: Storage) -> str:
-    """SHA-256 of the file that says what the sweep is; a launch notes it in the journal."""
+    """Return the SHA-256 of the sweep's configuration file; every launch records it in the
+    journal."""
     return hashlib.sha256(read_bytes(folder, SWEEP_FILE)).hexdigest()
 
 
 def read_journal(folder: Storage) -> History:
-    """The journal of a sweep.
+    """Read the journal of a sweep.
 
     Raises:
-        UserError: it cannot be read, is not a journal, or holds parts that do not belong to it.
+        UserError: the journal is unreadable, is the history of something else, or holds foreign
+            parts.
     """
     journal = folder.sub(JOURNAL)
-    found = history.look(journal)
-    if not found.entries and list_names(folder, TRIALS):
+    journal_history = history.look(journal)
+    if not journal_history.entries and list_names(folder, TRIALS):
         raise UserError(f"{journal.uri()}: empty or missing, though the sweep has trials")
-    if found.foreign:
-        raise UserError(*(f"{line}; move it away" for line in found.foreign))
-    if found.entries and all(entry["kind"] != LAUNCHED for entry in found.entries):
+    if journal_history.foreign:
+        raise UserError(*(f"{line}; move it away" for line in journal_history.foreign))
+    if journal_history.entries and all(
+        entry["kind"] != LAUNCHED for entry in journal_history.entries
+    ):
         raise UserError(f"{journal.uri()}: no launch is noted: it is the history of something else")
-    return found
+    return journal_history
 
 
 Picture = Literal["curves", "keys", "parallel", "importance"]
@@ -122,31 +126,31 @@ Picture = Literal["curves", "keys", "parallel", "importance"]
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResult:
-    """A sweep that has ended, or stands where it was interrupted."""
+    """Result of a sweep that has ended, or its state when it was interrupted."""
 
     name: str
     folder: str
     """The sweep's folder or URL."""
     mlflow_run_id: str | None
-    """Its run in MLflow, which has one below it for every trial; None where it is not known."""
+    """Its MLflow run, which has a child run for every trial; None if unknown."""
     status: str
     """`FINISHED`: all trials are over; `KILLED`: interrupted, or out of time."""
     config: SweepConfig
     standings: Standings = field(repr=False)
     """All trials with all their reports."""
     seconds: float
-    """The time from the start of the launch to its end; 0 where it was read back."""
+    """Duration of the launch; 0 if the result was read back from the folder."""
     problems: tuple[str, ...] = ()
-    """A line for each thing in the sweep's folder that is not as it was written."""
+    """A line for each part of the sweep's folder that was altered or damaged."""
 
     @property
     def best(self) -> Trial | None:
-        """The trial with the best newest value; None where none has one."""
+        """The trial with the best newest value; None if no trial has one."""
         return self.standings.best()
 
     @property
     def best_value(self) -> float | None:
-        """The metric of the best trial."""
+        """The metric of the best trial; None without one."""
         return self.best.value(self.config.metric) if self.best else None
 
     @property
@@ -156,21 +160,21 @@ class SweepResult:
 
     @property
     def trials(self) -> pd.DataFrame:
-        """A row for every trial: `trial`, `state`, the metrics of its newest report, `step`,
-        `tokens`, `seconds`, `text`, and a column for every key of the space."""
+        """A row per trial: `trial`, `state`, the metrics of its newest report, `step`, `tokens`,
+        `seconds`, `text`, and a column for every key of the space."""
         import pandas as pd
 
         return pd.DataFrame([self._row(trial) for trial in self.standings.trials.values()])
 
     def plot(self, picture: Picture = "curves") -> Figure:
-        """A picture: `curves` of all trials, the metric against each of the `keys`, `parallel`
+        """Draw a picture: `curves` of all trials, the metric against each of the `keys`, `parallel`
         coordinates, or the `importance` of each key."""
         from elastrata.sweeps.plots import draw
 
         return draw(picture, self.standings, self.config.space)
 
     def summary(self) -> dict[str, Any]:
-        """Plain JSON values: what `elastrata sweep --json` prints."""
+        """Return the result as plain JSON values, which `elastrata sweep --json` prints."""
         states = [trial.state for trial in self.standings.trials.values()]
         return {
             "sweep": self.folder,
@@ -205,43 +209,43 @@ class SweepResult:
 
 
 def read_result(folder: str) -> SweepResult:
-    """Reads a sweep back from its folder.
+    """Read the result of a sweep from its folder.
 
     Raises:
-        UserError: there is none, or something of it was altered so that it cannot be read.
+        UserError: the folder holds no sweep, or a file of it is damaged.
     """
     storage = Storage(folder)
     config, journal = read_sweep(storage), read_journal(storage)
     entries = journal.entries
     standings = Standings(config.metric, config.mode, entries)
-    over = [trial.is_over for trial in standings.trials.values()]
+    are_over = [trial.is_over for trial in standings.trials.values()]
     launches = [entry for entry in entries if entry["kind"] == LAUNCHED]
     return SweepResult(
         name=config.name or "",
         folder=storage.uri(),
         mlflow_run_id=launches[-1]["mlflow_run_id"] if launches else None,
-        status="FINISHED" if all(over) and len(over) >= 1 else "KILLED",
+        status="FINISHED" if all(are_over) and len(are_over) >= 1 else "KILLED",
         config=config,
         standings=standings,
         seconds=0.0,
         problems=(
             *journal.problems,
             *unknown_trials(storage, standings),
-            *_problems(storage, launches),
+            *_file_problems(storage, launches),
         ),
     )
 
 
 def unknown_trials(folder: Storage, standings: Standings) -> list[str]:
-    """A line for each folder of a trial that the journal does not name: its lines are lost."""
+    """Return a line per trial folder that the journal does not name, because its lines are lost."""
     names = [name for name in list_names(folder, TRIALS) if name not in standings.trials]
     return [
         f"{folder.uri(TRIALS, name)}: not in the journal, whose lines are lost" for name in names
     ]
 
 
-def _problems(folder: Storage, launches: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line where the sweep is not the one that was launched last."""
+def _file_problems(folder: Storage, launches: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line if the sweep's file was altered since the last launch."""
     launched = launches[-1].get("sweep_sha256") if launches else None
     if launched in (None, sweep_digest(folder)):
         return []
@@ -249,39 +253,41 @@ def _problems(folder: Storage, launches: Sequence[Mapping[str, Any]]) -> list[st
 
 
 _LENGTH = re.compile(r"(phases\.\d+\.)?(steps|epochs|tokens)")
-"""Keys by which a sweep's trials are shorter than the recipe."""
+"""Keys by which a sweep makes its trials shorter than the recipe."""
 
 
 def find_sweep(place: str) -> SweepResult:
-    """Reads a sweep back.
+    """Read the result of a sweep.
 
     Args:
-        place: its folder or URL, or the name of one in `runs`.
+        place: the sweep's folder or URL, or its name in the folder `runs`.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no sweep.
     """
-    named = Storage("runs").sub(place)
-    is_name = not Storage(place).exists(SWEEP_FILE) and named.exists(SWEEP_FILE)
-    return read_result(named.uri() if is_name else place)
+    named_folder = Storage("runs").sub(place)
+    is_name = not Storage(place).exists(SWEEP_FILE) and named_folder.exists(SWEEP_FILE)
+    return read_result(named_folder.uri() if is_name else place)
 
 
 def best_recipe(result: SweepResult, changes: Mapping[str, Any]) -> Recipe:
-    """The sweep's recipe with the values of its best trial, and with the steps that the recipe has,
-    not those of the trials; a run of its own beside the sweep.
+    """Return the sweep's recipe with the values of its best trial, as a separate run next to the
+    sweep.
+
+    The run trains for as many steps as the recipe says, not for the shorter length of a trial.
 
     Args:
-        result: of the sweep.
-        changes: by dotted key: what is to differ from that.
+        result: the sweep's result.
+        changes: further changes, by dotted key.
 
     Raises:
-        UserError: no trial has a value, or recipe and values do not go together any more.
+        UserError: no trial has a value, or the recipe no longer accepts the values.
     """
     best = result.best
     if best is None:
         raise UserError(f"{result.folder}: no trial has a value of {result.config.metric} yet")
     root, _, name = result.folder.rpartition("/")
-    common = {k: v for k, v in result.config.changes.items() if not _LENGTH.fullmatch(k)}
-    own = {"name": f"{name}-best", "storage": root, **changes}
-    base = base_recipe(result.config.recipe, {**common, **own})
+    sweep_changes = {k: v for k, v in result.config.changes.items() if not _LENGTH.fullmatch(k)}
+    run_keys = {"name": f"{name}-best", "storage": root, **changes}
+    base = base_recipe(result.config.recipe, {**sweep_changes, **run_keys})
     return base.trial({key: value for key, value in best.values.items() if key not in changes})

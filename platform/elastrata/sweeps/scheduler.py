@@ -1,4 +1,4 @@
-"""The schedulers of a sweep: which trials continue, counted in tokens."""
+"""The schedulers of a sweep: they decide which trials continue. They count in tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from elastrata.sweeps.space import Choice, Domain, Int, Value
 
 Tokens = Annotated[int, Field(gt=0, le=10**18)]
 TOKENS = "progress/tokens"
-"""The metric by which schedulers count: it is the same whatever the batch size."""
+"""The metric by which schedulers count; it does not depend on the batch size."""
 _ASHA_RUNGS, _SHARE_OF_A_TRIAL = 3, 8
 _FOREVER: Any = math.inf
 
 
 class NoneConfig(Config):
-    """Every trial runs to its end."""
+    """No early stopping: every trial runs to its end."""
 
     name: Literal["none"] = "none"
     """This scheduler; the default."""
@@ -39,8 +39,8 @@ class AshaConfig(Config):
 
 
 class MedianConfig(Config):
-    """The median stopping rule (Golovin et al., KDD 2017): a trial stops whose best value is worse
-    than the median of the others' means up to that many tokens."""
+    """Median stopping rule (Golovin et al., KDD 2017): a trial stops if its best value is worse
+    than the median of the other trials' means up to the same number of tokens."""
 
     name: Literal["median"]
     """This scheduler."""
@@ -51,8 +51,8 @@ class MedianConfig(Config):
 
 
 class PbtConfig(Config):
-    """Population based training (Jaderberg et al., arXiv 1711.09846): every so often the worst
-    trials take over the state of one of the best, with its values changed a little."""
+    """Population based training (Jaderberg et al., arXiv 1711.09846): at regular intervals the
+    worst trials copy the state of one of the best and change its values a little."""
 
     name: Literal["pbt"]
     """This scheduler."""
@@ -67,7 +67,7 @@ class PbtConfig(Config):
 SchedulerConfig = Annotated[
     NoneConfig | AshaConfig | MedianConfig | PbtConfig, Field(discriminator="name")
 ]
-"""One of the schedulers."""
+"""Configuration of one of the schedulers."""
 
 
 def build_scheduler(
@@ -78,14 +78,14 @@ def build_scheduler(
     mode: str,
     trial_tokens: int,
 ) -> Any:
-    """Ray Tune's scheduler.
+    """Return the scheduler of Ray Tune for a configuration.
 
     Args:
-        config: which one.
-        space: what population based training changes.
-        metric: what trials are compared by.
+        config: the scheduler's configuration.
+        space: the domains that population based training changes values in.
+        metric: the metric by which trials are compared.
         mode: `min` or `max`.
-        trial_tokens: of a trial that runs to its end.
+        trial_tokens: tokens of a trial that runs to its end.
     """
     from ray.tune import schedulers
 
@@ -99,6 +99,7 @@ def build_scheduler(
                 max_t=max(trial_tokens, grace),
                 grace_period=grace,
                 reduction_factor=config.reduction_factor,
+                # `max_t` is an estimate: a trial that reaches it may have steps left.
                 stop_last_trials=False,
             )
         case MedianConfig():
@@ -106,14 +107,15 @@ def build_scheduler(
                 **common,
                 grace_period=config.grace_tokens or share,
                 min_samples_required=config.min_trials,
-                # Where any time will do, trials wait for others instead of going on.
+                # With a finite slice, Tune would pause trials that have too few others to compare
+                # with, in favour of waiting ones.
                 min_time_slice=_FOREVER,
             )
         case PbtConfig():
             return schedulers.PopulationBasedTraining(
                 **common,
                 perturbation_interval=config.interval_tokens or share,
-                hyperparam_mutations={key: _mutation(space[key]) for key in space},
+                hyperparam_mutations={key: _build_mutation(space[key]) for key in space},
                 quantile_fraction=config.quantile,
                 resample_probability=config.resample,
                 custom_explore_fn=lambda point: within(space, point),
@@ -123,23 +125,25 @@ def build_scheduler(
 
 
 def first_rung(config: AshaConfig, trial_tokens: int) -> int:
-    """Tokens before which no trial stops."""
+    """Return the number of tokens before which no trial stops."""
     share = trial_tokens / config.reduction_factor**_ASHA_RUNGS
     return config.grace_tokens or max(1, math.floor(share))
 
 
 def within(space: Mapping[str, Domain], point: Mapping[str, Value]) -> dict[str, Value]:
-    """A changed point, every value back inside its domain."""
+    """Return a changed point with every value moved back into its domain."""
     return {
         key: space[key].value_at(min(1.0, max(0.0, space[key].share_of(value))))
+        # Tune moves choices and whole numbers along the lists of `_build_mutation`.
         if key in space and not isinstance(space[key], Choice | Int)
         else value
         for key, value in point.items()
     }
 
 
-def _mutation(domain: Domain) -> list[Value] | Callable[[], Value]:
-    """How a value changes: to one beside it where there are few, else drawn or multiplied."""
+def _build_mutation(domain: Domain) -> list[Value] | Callable[[], Value]:
+    """Return Tune's description of how a value changes: a list makes it move to a neighbour, a
+    function makes Tune resample it or multiply it by 0.8 or 1.2."""
     if isinstance(domain, Choice | Int) and (values := domain.grid()):
         return list(values)
     return lambda: domain.value_at(random.random())

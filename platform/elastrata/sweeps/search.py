@@ -1,4 +1,4 @@
-"""The searchers of a sweep: which point is tried next."""
+"""The searchers of a sweep: they choose the next point."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from elastrata.sweeps.space import (
     grid_points,
 )
 
+# Optuna's sampler seeds NumPy, which accepts 32 bits.
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-"""Searchers draw with NumPy, whose seeds are no larger."""
 
 
 class RandomConfig(Config):
-    """Points drawn at random, each for itself."""
+    """Independent random points."""
 
     name: Literal["random"] = "random"
     """This searcher; the default."""
@@ -37,15 +37,15 @@ class RandomConfig(Config):
 
 
 class GridConfig(Config):
-    """All points of a grid: `trials` does not count."""
+    """All points of a grid. `trials` is ignored."""
 
     name: Literal["grid"]
     """This searcher."""
 
 
 class OptunaConfig(Config):
-    """Optuna's tree-structured Parzen estimator (Bergstra et al., NeurIPS 2011): points like the
-    good ones so far. Needs the package optuna."""
+    """Optuna's tree-structured Parzen estimator (Bergstra et al., NeurIPS 2011), which prefers
+    points similar to the good ones so far. Needs the package optuna."""
 
     name: Literal["optuna"]
     """This searcher."""
@@ -59,40 +59,40 @@ SearcherConfig = Annotated[
     RandomConfig | GridConfig | OptunaConfig,
     Field(discriminator="name"),
 ]
-"""One of the searchers."""
+"""Configuration of one of the searchers."""
 
 
 def missing_package(config: SearcherConfig) -> str | None:
-    """Return the package that a searcher needs and that is not installed."""
-    is_there = not isinstance(config, OptunaConfig) or find_spec("optuna")
-    return None if is_there else "optuna"
+    """Return the package that a searcher needs if it is not installed, else None."""
+    is_installed = not isinstance(config, OptunaConfig) or find_spec("optuna")
+    return None if is_installed else "optuna"
 
 
 def build_searcher(
     config: SearcherConfig, space: Mapping[str, Domain], *, metric: str, mode: str
 ) -> Any:
-    """Ray Tune's searcher, with the points of `space`.
+    """Return Ray Tune's searcher for the points of `space`.
 
-    Its answers depend on the seed and on what it was told, and on the order of both alone.
+    Its suggestions depend only on the seed, and on the results it has received and their order.
     """
     match config:
         case OptunaConfig():
-            return _optuna(config, space, metric=metric, mode=mode)
+            return _build_optuna(config, space, metric=metric, mode=mode)
         case GridConfig():
-            return _listed(grid_points(space), metric=metric, mode=mode)
-    return _listed(_random(config, space), metric=metric, mode=mode)
+            return _build_listed(grid_points(space), metric=metric, mode=mode)
+    return _build_listed(_random_points(config, space), metric=metric, mode=mode)
 
 
-def _random(config: RandomConfig, space: Mapping[str, Domain]) -> Iterator[Point]:
+def _random_points(config: RandomConfig, space: Mapping[str, Domain]) -> Iterator[Point]:
     rng = random.Random(config.seed)
     while True:
         yield draw(space, lambda _, domain: domain.value_at(rng.random()))
 
 
-def _listed(points: Iterator[Point], *, metric: str, mode: str) -> Any:
+def _build_listed(points: Iterator[Point], *, metric: str, mode: str) -> Any:
 
     class Listed(Searcher):
-        """Points that no result changes."""
+        """Searcher that suggests given points whatever the results are."""
 
         def suggest(self, trial_id: str) -> Any:
             return next(points, Searcher.FINISHED)
@@ -100,34 +100,38 @@ def _listed(points: Iterator[Point], *, metric: str, mode: str) -> Any:
         def on_trial_complete(
             self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
         ) -> None:
-            """Learns nothing."""
+            """Ignore the result."""
 
     return Listed(metric=metric, mode=mode)
 
 
-def _optuna(config: OptunaConfig, space: Mapping[str, Domain], *, metric: str, mode: str) -> Any:
+def _build_optuna(
+    config: OptunaConfig, space: Mapping[str, Domain], *, metric: str, mode: str
+) -> Any:
     import optuna
     from ray.tune.search.optuna import OptunaSearch
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
     def suggest(trial: Any) -> None:
-        draw(space, lambda key, domain: _suggested(trial, key, domain))
+        # Optuna samples inside this function, so that keys with conditions are only sampled when
+        # active.
+        draw(space, lambda key, domain: _suggest_value(trial, key, domain))
 
     sampler = optuna.samplers.TPESampler(seed=config.seed, n_startup_trials=config.startup_trials)
     return OptunaSearch(suggest, metric=metric, mode=mode, sampler=sampler)
 
 
-def _suggested(trial: Any, key: str, domain: Domain) -> Value:
-    """Optuna's own word for a domain."""
-    found: Value
+def _suggest_value(trial: Any, key: str, domain: Domain) -> Value:
+    """Ask an Optuna trial for a value of a domain."""
+    value: Value
     match domain:
         case Uniform():
-            found = trial.suggest_float(key, *domain.uniform)
+            value = trial.suggest_float(key, *domain.uniform)
         case LogUniform():
-            found = trial.suggest_float(key, *domain.loguniform, log=True)
+            value = trial.suggest_float(key, *domain.loguniform, log=True)
         case Int():
-            found = trial.suggest_int(key, *domain.int)
+            value = trial.suggest_int(key, *domain.int)
         case Choice():
-            found = trial.suggest_categorical(key, domain.choice)
-    return found
+            value = trial.suggest_categorical(key, domain.choice)
+    return value

@@ -25,30 +25,31 @@ Conditions = Mapping[str, Value | tuple[Value, ...]]
 
 
 class DomainKeys(Config):
-    """The keys that every domain has, and the questions that searchers ask of it."""
+    """Keys that every domain has, and the methods that searchers call."""
 
     when: Conditions = Field(default_factory=dict)
     """The key has a value only where other keys of the space have these ones, a value or a list
     each: `{optimizer.name: lamb}`."""
 
     def problems(self) -> list[str]:
-        """A line for each mistake in it, without the place where it was written."""
+        """Return a line per mistake in the domain, without its key."""
         return []
 
     def value_at(self, share: float) -> Value:
-        """The value at that share of the way through the domain, 0 to 1."""
+        """Return the value at a share (0 to 1) of the domain."""
         raise NotImplementedError
 
     def share_of(self, value: Value) -> float:
-        """The way back: where in the domain a value lies, 0 to 1."""
+        """Return the share (0 to 1) of the domain at which a value is; the inverse of
+        `value_at`."""
         raise NotImplementedError
 
     def grid(self) -> tuple[Value, ...] | None:
-        """The values of a grid; None where it says nothing of how many there are."""
+        """Return the values of a grid; None if the domain does not define their number."""
         raise NotImplementedError
 
     def extremes(self) -> tuple[Value, ...]:
-        """Values that must be allowed if all are."""
+        """Return the values to check against a recipe: the ends of a range, or all choices."""
         raise NotImplementedError
 
 
@@ -58,7 +59,7 @@ class _Range(DomainKeys):
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The smallest value and the largest."""
+        """The smallest and the largest value."""
         raise NotImplementedError
 
     @override
@@ -70,7 +71,8 @@ class _Range(DomainKeys):
     def grid(self) -> tuple[Value, ...] | None:
         if self.points is None:
             return None
-        shares = [place / max(1, self.points - 1) for place in range(self.points)]
+        shares = [index / max(1, self.points - 1) for index in range(self.points)]
+        # A range of whole numbers may hold fewer values than `points`.
         return tuple(dict.fromkeys(self.value_at(share) for share in shares))
 
     @override
@@ -79,7 +81,7 @@ class _Range(DomainKeys):
 
 
 class Uniform(_Range):
-    """A number between two ends, each equally likely."""
+    """Number from a range, each value equally likely."""
 
     uniform: Ends
     """The smallest value and the largest."""
@@ -101,7 +103,7 @@ class Uniform(_Range):
 
 
 class LogUniform(_Range):
-    """A number between two ends, each order of magnitude equally likely."""
+    """Number from a range, each order of magnitude equally likely."""
 
     loguniform: Ends
     """The smallest value, above 0, and the largest."""
@@ -121,6 +123,7 @@ class LogUniform(_Range):
     @override
     def value_at(self, share: float) -> float:
         low, high = self.loguniform
+        # Rounding may exceed an end by a unit in the last place.
         return max(low, min(high, float(low * (high / low) ** share)))
 
     @override
@@ -130,7 +133,7 @@ class LogUniform(_Range):
 
 
 class Int(_Range):
-    """A whole number between two ends, both included, each equally likely."""
+    """Whole number from a range that includes both ends, each equally likely."""
 
     int: WholeEnds
     """The smallest value and the largest."""
@@ -159,7 +162,7 @@ class Int(_Range):
 
 
 class Choice(DomainKeys):
-    """One of some values, each equally likely."""
+    """One of several values, each equally likely."""
 
     choice: Values
     """The values."""
@@ -189,19 +192,20 @@ class Choice(DomainKeys):
 _KINDS = ("uniform", "loguniform", "int", "choice")
 
 
-def _of_one_kind(value: Any) -> Any:
+def _check_one_kind(value: Any) -> Any:
     if isinstance(value, Mapping) and len(value.keys() & set(_KINDS)) != 1:
-        strange = next((str(key) for key in value if key not in DomainKeys.model_fields), "")
-        raise ValueError(f"expected one of {', '.join(_KINDS)}{nearest(strange, _KINDS)}")
+        unknown_key = next((str(key) for key in value if key not in DomainKeys.model_fields), "")
+        raise ValueError(f"expected one of {', '.join(_KINDS)}{nearest(unknown_key, _KINDS)}")
     return value
 
 
-Domain = Annotated[Uniform | LogUniform | Int | Choice, BeforeValidator(_of_one_kind)]
-"""One of the domains; the key that names it says which."""
+Domain = Annotated[Uniform | LogUniform | Int | Choice, BeforeValidator(_check_one_kind)]
+"""One of the domains; its key, such as `uniform`, selects which."""
 
 
 def wanted(condition: Value | Sequence[Value]) -> tuple[Value, ...]:
-    """The values that a condition allows."""
+    """Return the values that a condition allows."""
+    # A string is a sequence, but one value.
     if isinstance(condition, str) or not isinstance(condition, Sequence):
         return (condition,)
     return tuple(condition)
@@ -212,39 +216,41 @@ def _number(value: Any) -> float:
 
 
 Point = dict[str, Value]
-"""A value by dotted key; keys whose condition does not hold are not there."""
+"""Values by dotted key; a key whose condition does not hold is absent."""
 
 
 def is_active(domain: Domain, point: Mapping[str, Value]) -> bool:
-    """Whether the key of that domain has a value beside those of `point`."""
+    """Return whether the key of a domain has a value, given the values of `point`."""
     return all(
         key in point and point[key] in wanted(condition) for key, condition in domain.when.items()
     )
 
 
 def in_order(space: Mapping[str, Domain]) -> list[str]:
-    """The keys, those that others depend on before them, else as they were written.
+    """Return the keys so that each comes after those it depends on, otherwise as they were written.
 
     Raises:
-        ValueError: two keys wait for each other.
+        ValueError: keys depend on each other.
     """
     ordered: list[str] = []
-    left = dict(space)
-    while left:
-        ready = [key for key, domain in left.items() if not domain.when.keys() & left.keys()]
+    remaining = dict(space)
+    while remaining:
+        ready = [
+            key for key, domain in remaining.items() if not domain.when.keys() & remaining.keys()
+        ]
         if not ready:
-            raise ValueError(f"{' and '.join(left)} depend on each other")
+            raise ValueError(f"{' and '.join(remaining)} depend on each other")
         ordered += ready
-        left = {key: domain for key, domain in left.items() if key not in ready}
+        remaining = {key: domain for key, domain in remaining.items() if key not in ready}
     return ordered
 
 
 def draw(space: Mapping[str, Domain], value: Callable[[str, Domain], Value]) -> Point:
-    """A point, its values chosen one after the other.
+    """Return a point whose values are chosen key by key.
 
     Args:
         space: domains by key.
-        value: chooses for a key that has a value.
+        value: returns the value of an active key.
     """
     point: Point = {}
     for key in in_order(space):
@@ -254,44 +260,45 @@ def draw(space: Mapping[str, Domain], value: Callable[[str, Domain], Value]) -> 
 
 
 def grid_points(space: Mapping[str, Domain]) -> Iterator[Point]:
-    """All points of the grid, the last key running fastest.
+    """Yield all points of the grid; the last key varies fastest.
 
     Raises:
-        ValueError: a range does not say how many of its values belong to the grid.
+        ValueError: a range does not define how many of its values belong to the grid.
     """
     keys = in_order(space)
 
-    def extended(point: Point, place: int) -> Iterator[Point]:
-        if place == len(keys):
+    def extend(point: Point, position: int) -> Iterator[Point]:
+        if position == len(keys):
             yield point
             return
-        key = keys[place]
+        key = keys[position]
         if not is_active(space[key], point):
-            yield from extended(point, place + 1)
+            yield from extend(point, position + 1)
             return
         values = space[key].grid()
         if values is None:
             raise ValueError(f"{key} has no points")
         for value in values:
-            yield from extended({**point, key: value}, place + 1)
+            yield from extend({**point, key: value}, position + 1)
 
-    yield from extended({}, 0)
+    yield from extend({}, 0)
 
 
 def reaching(space: Mapping[str, Domain], key: str) -> Point:
-    """The values that other keys must have for `key` to have one."""
+    """Return the values that other keys must have for `key` to be active."""
     point: Point = {}
-    waiting = [key]
-    while waiting:
-        for other, condition in space[waiting.pop()].when.items():
+    pending_keys = [key]
+    while pending_keys:
+        for other, condition in space[pending_keys.pop()].when.items():
             if other not in point:
                 point[other] = wanted(condition)[0]
-                waiting.append(other)
+                # The other key may be conditional, too.
+                pending_keys.append(other)
     return {other: point[other] for other in in_order(space) if other in point}
 
 
 def condition_problems(space: Mapping[str, Domain]) -> Iterator[tuple[str, str]]:
-    """The mistakes in the conditions: the key, and the line about it."""
+    """Yield the key and a line for each mistake in a condition."""
     for key, domain in space.items():
         for other, condition in domain.when.items():
             parent = space.get(other)

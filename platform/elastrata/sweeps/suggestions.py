@@ -1,8 +1,8 @@
 """The suggestions of a sweep: the trials that Ray Tune runs, one after the other.
 
-The journal says what was suggested and reported before this launch. Searcher and scheduler receive
-all of it again, in the same order, so that they continue as if the driver had never died: they need
-no snapshot, and no finished trial runs again.
+The journal holds the suggestions and reports of earlier launches. A new launch replays them to the
+searcher and the scheduler in the same order, so that they continue as if the driver had never died.
+No snapshot is needed, and no finished trial runs again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ID_DIGITS = 4
 
 
 class TrialNames(dict[str, str]):
-    """The id of each trial in the sweep by Tune's own, random id; Tune asks it for names."""
+    """Ids of trials in the sweep by Tune's random ids; Tune calls it for the names of trials."""
 
     def __call__(self, trial: TuneTrial) -> str:
         """Return the id of a trial."""
@@ -32,17 +32,17 @@ class TrialNames(dict[str, str]):
 
 @dataclass(frozen=True)
 class TrialId:
-    """Everything that schedulers read of a trial, but for population based training."""
+    """Stand-in for a Tune trial: schedulers read only its id, except population based training."""
 
     trial_id: str
 
 
 class KnownByName(FIFOScheduler):
-    """A scheduler that knows trials by their ids in the sweep, which outlive a launch.
+    """Scheduler that identifies trials by their ids in the sweep, which outlive a launch.
 
     Args:
-        scheduler: of Tune.
-        names: of the trials.
+        scheduler: Tune's scheduler.
+        names: the ids of the trials.
     """
 
     def __init__(self, scheduler: TrialScheduler, names: TrialNames) -> None:
@@ -52,56 +52,58 @@ class KnownByName(FIFOScheduler):
         self._added: set[str] = set()
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        """Pass the metric on."""
+        """Pass the metric and mode on."""
         return bool(self._inner.set_search_properties(metric, mode, **spec))
 
     def add(self, id: str) -> None:
-        """Add a trial, unless it is there already."""
+        """Add a trial unless it is known."""
         if id not in self._added:
             self._added.add(id)
             self._inner.on_trial_add(None, TrialId(id))
 
     def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
-        """Add a trial of Tune."""
+        """Add a trial of Tune, which may have been added by the replay."""
         self.add(self._names(trial))
 
     def on_trial_result(
         self, tune_controller: Any, trial: TuneTrial | TrialId, result: dict[str, Any]
     ) -> str:
-        """Pass on a report."""
-        decision: str = self._inner.on_trial_result(tune_controller, self._known(trial), result)
+        """Pass a report on, and return the scheduler's decision."""
+        decision: str = self._inner.on_trial_result(
+            tune_controller, self._to_trial_id(trial), result
+        )
         return decision
 
     def on_trial_complete(
         self, tune_controller: Any, trial: TuneTrial | TrialId, result: dict[str, Any]
     ) -> None:
-        """Pass on that a trial is over."""
-        self._inner.on_trial_complete(tune_controller, self._known(trial), result)
+        """Pass on that a trial has ended."""
+        self._inner.on_trial_complete(tune_controller, self._to_trial_id(trial), result)
 
     def on_trial_error(self, tune_controller: Any, trial: TuneTrial) -> None:
         """Pass on that a trial failed."""
-        self._inner.on_trial_error(tune_controller, self._known(trial))
+        self._inner.on_trial_error(tune_controller, self._to_trial_id(trial))
 
     def on_trial_remove(self, tune_controller: Any, trial: TuneTrial) -> None:
         """Pass on that a waiting trial was removed."""
-        self._inner.on_trial_remove(tune_controller, self._known(trial))
+        self._inner.on_trial_remove(tune_controller, self._to_trial_id(trial))
 
-    def _known(self, trial: TuneTrial | TrialId) -> TrialId:
+    def _to_trial_id(self, trial: TuneTrial | TrialId) -> TrialId:
         return trial if isinstance(trial, TrialId) else TrialId(self._names(trial))
 
 
 class Suggestions(Searcher):
-    """The searcher that Tune asks for the next trial.
+    """Searcher that Tune asks for the next trial.
 
     Args:
-        searcher: Tune's, with the points of the space.
-        scheduler: Tune's.
-        standings: of the sweep; those before this launch at first.
-        entries: the sweep's journal up to this launch.
+        searcher: Tune's searcher for the points of the space.
+        scheduler: Tune's scheduler.
+        standings: the sweep's standings; at first those of earlier launches.
+        entries: the journal of earlier launches.
         trials: number of trials in all.
-        at_a_time: number of trials that Tune has at a time; the scheduler may need all.
+        at_a_time: number of concurrent trials; some schedulers need all of them.
         problem: returns why a trial with these values is impossible, or None.
-        note: takes an entry of the journal that happens now.
+        note: called with each new entry for the journal.
     """
 
     def __init__(
@@ -130,9 +132,10 @@ class Suggestions(Searcher):
         self._unfinished = [id for id, trial in standings.trials.items() if not trial.is_over]
 
     def suggest(self, trial_id: str) -> Any:
-        """Return the values of the next trial; None while no more can run."""
+        """Return the values of the next trial; None while no further trial can run."""
         if len(self._running) >= self._at_a_time:
             return None
+        # Trials that an earlier launch left unfinished continue first.
         if self._unfinished:
             id = self._unfinished.pop(0)
             return self._start(trial_id, id, self._standings.trials[id].values)
@@ -141,6 +144,7 @@ class Suggestions(Searcher):
             values: Any = self._searcher.suggest(id)
             if values == Searcher.FINISHED:
                 break
+            # The searcher may suggest more once it has more results.
             if values is None:
                 return None
             self._note({"kind": SUGGESTED, "trial": id, "values": values})
@@ -152,21 +156,22 @@ class Suggestions(Searcher):
         return Searcher.FINISHED
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """Pass on a report."""
+        """Pass a report to the searcher."""
         self._searcher.on_trial_result(self.names[trial_id], result)
 
     def on_trial_complete(
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
     ) -> None:
-        """Pass the result to the searcher; a trial without a value has failed."""
+        """Pass the result to the searcher; a trial without a value counts as failed."""
         id = self.names[trial_id]
         self._running.discard(id)
         value = (result or {}).get(self._standings.metric)
-        failed = error or value is None or value != value
-        self._searcher.on_trial_complete(id, None if failed else result, error=failed)
+        # NaN is the only value that differs from itself.
+        has_failed = error or value is None or value != value
+        self._searcher.on_trial_complete(id, None if has_failed else result, error=has_failed)
 
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
-        """Write nothing: the journal has it all."""
+        """Do nothing: the journal holds the whole state."""
 
     def _start(self, trial_id: str, id: str, values: Mapping[str, Value]) -> dict[str, Value]:
         self.names[trial_id] = id
@@ -174,10 +179,10 @@ class Suggestions(Searcher):
         return dict(values)
 
     def _replay(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Repeat everything that searcher and scheduler heard before this launch, in that order."""
+        """Replay earlier launches to the searcher and the scheduler, in the original order."""
         newest: dict[str, dict[str, Any]] = {}
-        reported = [(place, e["trial"]) for place, e in enumerate(entries) if e["kind"] == REPORTED]
-        last = {id: place for place, id in reported}
+        reports = [(place, e["trial"]) for place, e in enumerate(entries) if e["kind"] == REPORTED]
+        last = {id: place for place, id in reports}
         scheduler = self.scheduler if isinstance(self.scheduler, KnownByName) else None
         for place, entry in enumerate(entries):
             id = entry.get("trial", "")
@@ -187,21 +192,23 @@ class Suggestions(Searcher):
                     if scheduler:
                         scheduler.add(id)
                 case "reported":
-                    newest[id] = _result(entry, newest.get(id))
+                    newest[id] = _tune_result(entry, newest.get(id))
                     # Tune does not ask the scheduler about the report that ends a trial.
-                    ended = self._standings.trials[id].state == "finished" and place == last[id]
-                    if scheduler and not ended:
+                    is_last_report = (
+                        self._standings.trials[id].state == "finished" and place == last[id]
+                    )
+                    if scheduler and not is_last_report:
                         scheduler.on_trial_result(None, TrialId(id), newest[id])
                     self._searcher.on_trial_result(id, newest[id])
                 case "concluded":
-                    failed = entry["state"] in ("diverged", "failed")
-                    result = None if failed else newest.get(id)
-                    self._searcher.on_trial_complete(id, result, error=failed)
+                    has_failed = entry["state"] in ("diverged", "failed")
+                    result = None if has_failed else newest.get(id)
+                    self._searcher.on_trial_complete(id, result, error=has_failed)
                     if scheduler and result:
                         scheduler.on_trial_complete(None, TrialId(id), result)
 
 
-def _result(entry: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a report as Tune passes it on, after the report before it."""
+def _tune_result(entry: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a report in the form in which Tune passes it on after the previous one."""
     iteration = before["training_iteration"] + 1 if before else 1
     return {**entry["metrics"], TOKENS: entry["tokens"], "training_iteration": iteration}

@@ -1,4 +1,4 @@
-"""One trial of a sweep: a run on one worker in this process, or on a group of workers."""
+"""Trials of a sweep: each is a run on one worker in this process, or on a group of workers."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ from elastrata_pipelines.speeds import RankKinds
 from elastrata_pipelines.storage import Storage
 
 CURVES = ("train/loss", "train/lr", "train/gradient_norm", "progress/tokens")
-"""The metrics that are told of every step; the rest is in the run's history."""
+"""Metrics that are reported for every step; the run's history holds all of them."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """Entries of a run's history that count."""
+    """Effective entries of a run's history: those that no later attempt rolled back."""
 
     steps: Sequence[Mapping[str, Any]]
     evaluations: Sequence[Mapping[str, Any]]
@@ -69,55 +69,61 @@ class Past:
     def of(
         cls, run: Storage, warn: Callable[[str], None] = lambda line: None, step: int | None = None
     ) -> Self:
-        """The past of a run, up to a step; empty where the run is not there.
+        """Read a run's history up to a step; it is empty if the run does not exist.
 
-        Lines that died with their writer and that its newest checkpoint has are written first.
-        `warn` is called with a line for each part of the history that is not as it was written;
-        default: it is, or will be, told elsewhere.
+        Entries that the newest checkpoint carries and the history lacks, because their writer died,
+        are written to the history first.
+
+        Args:
+            run: the run's folder.
+            warn: called with a line for each damaged part of the history. By default such lines are
+                dropped, for callers whose user reads them elsewhere.
+            step: the last step to include. Default: all steps.
         """
         for commit in commits(run.sub("checkpoints"))[:1]:
             restore_history(run.sub("history"), commit)
-        written = history.look(run.sub("history"))
-        for line in written.problems:
+        stored = history.look(run.sub("history"))
+        for line in stored.problems:
             warn(line)
-        entries = written.entries
+        entries = stored.entries
         if any(entry["kind"] == LAUNCHED for entry in entries):
             warn(f"{run.uri('history')}: not the history of a run, but the journal of a sweep")
-        counting = history.effective_steps(entries), history.surviving_evaluations(entries)
-        return cls(*([e for e in part if step is None or e["step"] <= step] for part in counting))
+        effective = history.effective_steps(entries), history.surviving_evaluations(entries)
+        return cls(*([e for e in part if step is None or e["step"] <= step] for part in effective))
 
     def unreported(self) -> list[Mapping[str, float]]:
-        """Metrics of the steps after the last evaluation."""
+        """Return the metrics of the steps after the last evaluation."""
         last = max((entry["step"] for entry in self.evaluations), default=0)
         return [_curve(entry) for entry in self.steps if entry["step"] > last]
 
     def curves(self) -> list[Mapping[str, float]]:
-        """Metrics of every step."""
+        """Return the metrics of every step."""
         return [_curve(entry) for entry in self.steps]
 
     def reports(self) -> Iterator[Report]:
-        """A report for every evaluation, each with the steps before it."""
+        """Yield a report for every evaluation, each with the steps since the one before."""
         by_step = {entry["step"]: entry for entry in self.steps}
-        before = 0
+        last_step = 0
         for entry in self.evaluations:
-            if entry["step"] <= before or entry["step"] not in by_step:  # damaged, as was told
+            # Damaged entries are skipped here, as `of` has already warned about them.
+            if entry["step"] <= last_step or entry["step"] not in by_step:
                 continue
-            own = [
-                by_step[step] for step in range(before + 1, entry["step"] + 1) if step in by_step
+            entry_steps = [
+                by_step[step] for step in range(last_step + 1, entry["step"] + 1) if step in by_step
             ]
             yield Report(
                 step=entry["step"],
-                samples=own[-1]["samples"],
-                tokens=own[-1]["tokens"],
-                seconds=sum(step["seconds"] for step in own),
+                samples=entry_steps[-1]["samples"],
+                tokens=entry_steps[-1]["tokens"],
+                seconds=sum(step["seconds"] for step in entry_steps),
                 metrics=metrics_of(entry),
-                steps=tuple(map(_curve, own)),
+                steps=tuple(map(_curve, entry_steps)),
             )
-            before = entry["step"]
+            last_step = entry["step"]
 
 
 def curve(record: StepRecord) -> Mapping[str, float]:
-    """The metrics that are told of a step."""
+    """Return the metrics of a step that are reported to the sweep, with its number."""
     metrics = record.to_metrics()
     return {"step": record.step, **{name: metrics[name] for name in CURVES}}
 
@@ -126,37 +132,38 @@ def _curve(entry: Mapping[str, Any]) -> Mapping[str, float]:
     return curve(step_record(entry, "the trial's history"))
 
 
+# Tokens that are read and dealt together. The group is small because a trial may stop early, which
+# wastes the rest of it.
 _GROUP_TOKENS = 2**20
-"""Tokens read and dealt at once: few, as a trial may end soon."""
 _SECONDS_TO_SAVE = 600.0
 
 
 class LoneChannel:
-    """A channel that remembers which checkpoints are complete."""
+    """In-process event channel that records which checkpoints are complete."""
 
     def __init__(self) -> None:
         self._folders: dict[int, str] = {}
         self._changed = Condition()
 
     def send(self, event: Event) -> None:
-        """Takes an event."""
+        """Record the folder of a committed checkpoint; ignore other events."""
         if isinstance(event, Committed):
             with self._changed:
                 self._folders[event.step] = event.uri.rpartition("/")[2]
                 self._changed.notify_all()
 
     def look(self) -> ControlSignal | None:
-        """Nobody asks for anything."""
+        """Return None: no driver sends control signals to a lone trial."""
         return None
 
     def flush(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: events are handled as they are sent."""
 
     def committed(self, step: int, seconds: float) -> str:
-        """The folder of the commit of that step; waits for it.
+        """Wait for the checkpoint of a step and return the name of its folder.
 
         Raises:
-            TimeoutError: it is not complete within so many seconds.
+            TimeoutError: the checkpoint is not complete within `seconds`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: step in self._folders, seconds):
@@ -165,20 +172,21 @@ class LoneChannel:
 
 
 class LoneTrial:
-    """A run that goes on as long as reports are asked for.
+    """Run on one worker in the calling process, which trains only while a report is requested.
 
-    The calling process must hold a process group of its own, see `lone_group`.
+    The calling process must have initialised a process group for itself alone, see `lone_group`.
 
     Args:
-        recipe: what to train, on one worker.
-        run: its folder; a run that is there is continued from its newest checkpoint.
+        recipe: the recipe to train.
+        run: the run's folder; an existing run continues from its newest checkpoint.
         origin: the folder of another run and a checkpoint in it to continue from instead.
-        told: evaluations up to this step were reported before; later ones that the run already has
-            are reported first.
-        kinds: of its only rank, where that has room for fewer tokens.
+        told: the last step whose evaluation the sweep has already received; later evaluations in
+            the run's history are reported first.
+        kinds: the kind of the run's only rank, if its memory limits the tokens of a micro-batch;
+            else empty.
 
     Raises:
-        UserError: data or checkpoints cannot work.
+        UserError: the data or the checkpoints cannot be used.
     """
 
     def __init__(
@@ -197,16 +205,17 @@ class LoneTrial:
         data = training_data(recipe, fork_origin)
         _check_held_out(data)
         self._phases = data.phases
-        parent = find_parent(run, recipe, data, _nothing)
+        parent = find_parent(run, recipe, data, _ignore_warning)
         self._trainer = Trainer(
             recipe,
             data.phases,
             current_device(),
             world_size=1,
-            per_node=os.cpu_count() or 1,  # as many trials there may be at a time
+            # Up to one trial per CPU runs on a node at a time.
+            per_node=os.cpu_count() or 1,
             kinds=kinds,
         )
-        checkpoints, self._commit = _origin(run, origin)
+        checkpoints, self._commit = _find_start(run, origin)
         if self._commit:
             self._trainer.restore(checkpoints, self._commit)
         else:
@@ -224,43 +233,45 @@ class LoneTrial:
         self._channel = LoneChannel()
         self._record: StepRecord | None = None
         name = run.url.rpartition("/")[2]
-        own = RunIdentity(
+        new_identity = RunIdentity(
             name=name,
             data=data.data_sets,
             parent=parent,
             origin=fork_origin,
             mixtures=data.mixtures,
         )
-        write_identity(run, own, recipe)
+        write_identity(run, new_identity, recipe)
         number = take_over(run, self._commit if origin is None else None)
-        self._past = Past.of(run, _refuse, self.start.step) if origin is None else Past([], [])
-        self._told_before = told
+        # After a copy of another trial's state, this run's earlier reports no longer describe it.
+        self._past = Past.of(run, _raise_error, self.start.step) if origin is None else Past([], [])
+        self._reported_step = told
         self._reports = self._train(number)
 
     def report(self) -> Report:
-        """Trains up to the next evaluation.
+        """Train up to the next evaluation and report it.
 
         Raises:
             TrainingError: the loss is not finite.
-            StopIteration: there was a report of the last step.
+            StopIteration: the last step has already been reported.
         """
         return next(self._reports)
 
     def evaluation(self) -> Mapping[str, float]:
-        """The metrics of the model as it is now; not part of the run's history."""
+        """Evaluate the current model without adding to the run's history."""
         step = self.start.step
         losses, seconds = self._trainer.evaluate(self._held_out.of(step))
         return evaluated(step, losses, seconds).to_metrics()
 
     def save(self) -> str:
-        """Saves the state of the step that was reported last, and waits for it.
+        """Save the state of the step that was reported last and wait until it is committed.
 
         Returns:
-            The name of the checkpoint.
+            The name of the checkpoint's folder.
 
         Raises:
-            TimeoutError: storage does not take it.
+            TimeoutError: storage does not complete the checkpoint within 600 s.
         """
+        # Without a step in this process the state is still that of the checkpoint it came from.
         if self._record is None:
             assert self._commit is not None
             return self._commit.folder
@@ -268,7 +279,7 @@ class LoneTrial:
         return self._channel.committed(self._record.step, _SECONDS_TO_SAVE)
 
     def close(self) -> None:
-        """Ends it where it is. What was not saved by then is lost."""
+        """Stop the run without saving; steps since the last checkpoint are lost."""
         self._reports.close()
 
     def _train(self, number: int) -> Generator[Report]:
@@ -295,28 +306,30 @@ class LoneTrial:
                     seconds=stopwatch.seconds,
                 )
             )
-            failure: Exception | None = None
+            # The error is raised after the block: the manager closes its savers only if the block
+            # ends without one.
+            training_error: Exception | None = None
             try:
-                yield from self._told(manager)
+                yield from self._yield_reports(manager)
             except GeneratorExit:
                 manager.leave()
             except Exception as error:
                 manager.leave()
-                failure = error
-        if failure:
-            raise failure
+                training_error = error
+        if training_error:
+            raise training_error
 
-    def _told(self, manager: CheckpointManager) -> Iterator[Report]:
-        """The reports of earlier steps that were not told, then those of the steps it does now."""
-        over = False
+    def _yield_reports(self, manager: CheckpointManager) -> Iterator[Report]:
+        """Yield the unreported evaluations of the history, then those of the steps that follow."""
+        is_finished = False
         for report in self._past.reports():
-            over = self._is_end(report.step, report.metrics)
-            if report.step > self._told_before or over:
-                yield replace(report, state="finished" if over else "running")
-        if not over:
-            yield from self._new(manager)
+            is_finished = self._is_end(report.step, report.metrics)
+            if report.step > self._reported_step or is_finished:
+                yield replace(report, state="finished" if is_finished else "running")
+        if not is_finished:
+            yield from self._train_steps(manager)
 
-    def _new(self, manager: CheckpointManager) -> Iterator[Report]:
+    def _train_steps(self, manager: CheckpointManager) -> Iterator[Report]:
         steps, seconds = self._past.unreported(), 0.0
         for step in attempt(
             self._trainer,
@@ -330,7 +343,8 @@ class LoneTrial:
             self._record = record = step.record
             steps.append(curve(record))
             seconds += record.seconds + step.evaluation_seconds
-            if step.is_last:  # who hears of the end may look for the checkpoint
+            if step.is_last:
+                # The driver may read the last checkpoint as soon as it receives the last report.
                 self._channel.committed(record.step, _SECONDS_TO_SAVE)
             if step.metrics:
                 yield Report(
@@ -350,7 +364,7 @@ class LoneTrial:
 
 
 def steps_from(phases: Iterable[Phase], start: Start, kinds: RankKinds = ()) -> Iterator[RankStep]:
-    """The steps that are left of a run, all rows of each, read and decoded in this process."""
+    """Read and decode the remaining steps of a run in this process, with all rows of each."""
     for phase in phases:
         stripes = phase.batches.stripes()
         for group in phase.groups(start, max_tokens=_GROUP_TOKENS):
@@ -358,16 +372,20 @@ def steps_from(phases: Iterable[Phase], start: Start, kinds: RankKinds = ()) -> 
                 yield from decode(payload, phase.batches.manifest.token_dtype)
 
 
-def _nothing(line: str) -> None:
-    """Tells nobody; the sweep has told it once."""
+def _ignore_warning(line: str) -> None:
+    """Ignore a line: the sweep's launch has already shown it."""
 
 
-def _refuse(line: str) -> None:
+def _raise_error(line: str) -> None:
     raise UserError(line)
 
 
 def _check_held_out(data: TrainingData) -> None:
-    """Raises UserError where there is nothing to compare trials by."""
+    """Check that every phase has held-out data, by which trials are compared.
+
+    Raises:
+        UserError: a phase has none.
+    """
     for phase, batches in zip(data.phases, data.held_out, strict=True):
         if batches is None:
             raise UserError(
@@ -376,29 +394,33 @@ def _check_held_out(data: TrainingData) -> None:
             )
 
 
-def _origin(run: Storage, origin: tuple[Storage, str] | None) -> tuple[Storage, Commit | None]:
-    """Where the state to continue from lies, and which it is; None: a new run.
+def _find_start(run: Storage, origin: tuple[Storage, str] | None) -> tuple[Storage, Commit | None]:
+    """Return the checkpoint folder and the commit to continue from; the commit is None for a new
+    run.
 
-    A checkpoint of another run that is not there any more gives way to that run's newest one.
+    If the named checkpoint of another run no longer exists, that run's newest one is used.
     """
     if origin is None:
         newest = newest_state(run, None, lambda _: None)
-        named = [c for c in commits(run.sub("checkpoints")) if c.folder == newest.commit]
-        return run.sub("checkpoints"), named[0] if named else None
+        matching_commits = [c for c in commits(run.sub("checkpoints")) if c.folder == newest.commit]
+        return run.sub("checkpoints"), matching_commits[0] if matching_commits else None
     other, folder = origin
-    there = commits(other.sub("checkpoints"))
-    named = [commit for commit in there if commit.folder == folder]
-    return other.sub("checkpoints"), (named or there)[0]
+    saved_commits = commits(other.sub("checkpoints"))
+    # The other trial keeps saving, and may have deleted this checkpoint by now.
+    matching_commits = [commit for commit in saved_commits if commit.folder == folder]
+    return other.sub("checkpoints"), (matching_commits or saved_commits)[0]
 
 
 class GroupTrial:
-    """A run on Ray Train, in a thread of this process. It takes no part in the cluster's CPUs.
+    """Run of a group of workers on Ray Train, driven by a thread of this process.
+
+    The calling process itself claims almost none of the cluster's CPUs; its workers claim theirs.
 
     Args:
-        recipe: what to train; its storage holds the run.
-        name: of the run.
-        told: evaluations up to this step were reported before; later ones that the run already has
-            are reported first.
+        recipe: the recipe to train; its storage holds the run.
+        name: the run's name.
+        told: the last step whose evaluation the sweep has already received; later evaluations in
+            the run's history are reported first.
     """
 
     def __init__(self, recipe: Recipe, name: str, told: int = 0) -> None:
@@ -409,14 +431,14 @@ class GroupTrial:
         self._interrupt = Interrupt()
         self._raised: Exception | None = None
         self._newest: StepRecord | None = None
-        self._thread = Thread(target=self._run, name="elastrata-trial", daemon=True)
+        self._thread = Thread(target=self._train_in_thread, name="elastrata-trial", daemon=True)
         self._thread.start()
 
     def report(self) -> Report:
-        """Waits for the next evaluation.
+        """Wait for the next evaluation and report it.
 
         Raises:
-            Exception: what ended the run.
+            Exception: the error that ended the run.
         """
         if self._past and not self._is_end(self._past[0].step, self._past[0].metrics):
             return self._past.pop(0)
@@ -431,7 +453,7 @@ class GroupTrial:
                 metrics = event.to_metrics()
                 is_last = self._is_end(event.step, metrics)
                 if is_last:
-                    self._end()
+                    self._join_thread()
                 return Report(
                     step=event.step,
                     samples=self._newest.samples,
@@ -441,11 +463,12 @@ class GroupTrial:
                     steps=tuple(steps),
                     state="finished" if is_last else "running",
                 )
-        self._end()  # nothing was left to do, but for the last report
+        self._join_thread()
+        # The run had no steps left, so its last evaluation is in the history.
         return replace(self._past[-1], state="finished")
 
     def close(self) -> None:
-        """Saves, and ends it where it is."""
+        """Request a checkpoint and a stop, and wait until the run has ended."""
         self._interrupt.ask("the end of the trial")
         self._thread.join()
 
@@ -453,12 +476,12 @@ class GroupTrial:
         recipe = self._recipe
         return is_over(step, metrics, steps=recipe.steps_in_all, target=recipe.target)
 
-    def _end(self) -> None:
+    def _join_thread(self) -> None:
         self._thread.join()
         if self._raised:
             raise self._raised
 
-    def _run(self) -> None:
+    def _train_in_thread(self) -> None:
         try:
             train(
                 self._recipe,
@@ -468,7 +491,7 @@ class GroupTrial:
                 record=SilentTracker(),
             )
         except KeyboardInterrupt:
-            pass  # it was asked to end
+            pass  # `close` has requested the stop
         except Exception as error:
             self._raised = error
         finally:
@@ -476,28 +499,30 @@ class GroupTrial:
 
 
 REPORT = "report"
-"""The key of a result that holds the `Report`; the others are for searchers and schedulers."""
+"""The key of a result that holds the `Report`; schedulers and searchers read the other keys."""
 _process = ExitStack()
-"""Contexts that last as long as the process."""
+"""Contexts that stay open until the process ends."""
 
 
 class RunningTrial(Protocol):
-    """A trial that is under way: of one worker, or of a group."""
+    """Trial that has started, on one worker or on a group of workers."""
 
     def report(self) -> Report:
-        """Trains up to the next evaluation."""
+        """Train up to the next evaluation and report it."""
         ...
 
     def close(self) -> None:
-        """Ends it where it is."""
+        """Stop the run before its last step."""
         ...
 
 
 class TrialActor(Trainable):
-    """Tune's side of a trial."""
+    """Trainable through which Ray Tune runs trials, one after the other in one process."""
 
     def setup(self, config: dict[str, Any], job: TrialJob) -> None:  # type: ignore[override]
-        """A trial begins with its first step, when it is known where it continues from."""
+        """Keep the job; the run itself is opened by the first step."""
+        # Tune calls `load_checkpoint` after `setup`, and only then is the state to continue from
+        # known.
         self._job = job
         self._trial: RunningTrial | None = None
         self._origin: tuple[Storage, str] | None = None
@@ -505,21 +530,24 @@ class TrialActor(Trainable):
         self._newest: Report | None = None
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Another trial, in the same process."""
+        """Close the current trial so that this process can run another one."""
         self.cleanup()
         return True
 
     def step(self) -> dict[str, Any]:
-        """Trains up to the next evaluation; what goes wrong is the trial's result."""
+        """Train up to the next evaluation; an error becomes the trial's last report."""
         try:
             self._trial = self._trial or self._open()
             report = replace(self._trial.report(), copied=self._copied)
         except Exception as error:
+            # Tune would restart the trial if the error left this method, and a diverged one would
+            # diverge again.
             state, text = failure(error)
-            before = self._newest or Report(step=0, samples=0, tokens=0, seconds=0.0, metrics={})
-            report = replace(before, seconds=0.0, metrics={}, steps=(), state=state, text=text)
+            latest = self._newest or Report(step=0, samples=0, tokens=0, seconds=0.0, metrics={})
+            report = replace(latest, seconds=0.0, metrics={}, steps=(), state=state, text=text)
         self._newest, self._copied = report, None
         return {
+            # Schedulers and searchers read the metric of every result, and a failed trial has none.
             self._job.metric: math.nan,
             **report.metrics,
             TOKENS: report.tokens,
@@ -528,38 +556,39 @@ class TrialActor(Trainable):
         }
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, str]:
-        """Saves the trial's state in its run, and tells Tune where it is."""
+        """Save the trial's state in its run and return the location for Tune."""
         trial = self._trial
         assert isinstance(trial, LoneTrial)
         return {"run": trial.run.uri(), "folder": trial.save()}
 
     def load_checkpoint(self, checkpoint: dict[str, str] | None) -> None:
-        """The trial is to continue from that state, maybe that of another one."""
+        """Set the state to continue from, if it is a checkpoint of another trial."""
         assert checkpoint is not None
         run = Storage(checkpoint["run"])
-        if run.uri() != self._run().uri():
+        # A trial's own run continues from its newest checkpoint without being named.
+        if run.uri() != self._run_folder().uri():
             self._origin = (run, checkpoint["folder"])
 
     def cleanup(self) -> None:
-        """Ends the trial where it is."""
+        """Stop the current trial, if there is one."""
         trial, self._trial = self._trial, None
         self._origin = self._copied = self._newest = None
         if trial:
             trial.close()
 
-    def _run(self) -> Storage:
+    def _run_folder(self) -> Storage:
         return self._job.folder.sub(self.trial_name)
 
     def _open(self) -> RunningTrial:
         recipe = self._job.recipe(self.trial_name, self.config)
-        told = self._job.told.get(self.trial_name, 0)
+        reported_step = self._job.told.get(self.trial_name, 0)
         if recipe.workers.most > 1:
-            return GroupTrial(recipe, self.trial_name, told)
+            return GroupTrial(recipe, self.trial_name, reported_step)
         if not dist.is_initialized():
             _process.enter_context(lone_group(current_device()))
         node: str = ray.get_runtime_context().get_node_id()
         kinds = kinds_by_node(recipe)([node])
-        trial = LoneTrial(recipe, self._run(), self._origin, told, kinds)
+        trial = LoneTrial(recipe, self._run_folder(), self._origin, reported_step, kinds)
         if self._origin:
             self._copied = Copied(
                 source=self._origin[0].url.rpartition("/")[2],

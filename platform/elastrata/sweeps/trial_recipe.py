@@ -1,4 +1,4 @@
-"""The recipe of a trial: the sweep's base with the trial's values in it."""
+"""The recipe of a trial: the sweep's base recipe with the trial's values."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from elastrata_pipelines.storage import Storage
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRecipe:
-    """The recipe that all trials of a sweep share. A value: it can be sent to any process."""
+    """Recipe that all trials of a sweep share. It can be pickled and sent to any process."""
 
     values: Mapping[str, Any]
-    """As it was written, without what nobody said: another optimizer has other keys."""
+    """The values as written, without defaults, because another optimizer has other keys."""
     recipe: Recipe
-    """The values as a recipe, checked."""
+    """The validated recipe of the values."""
 
     def trial(self, point: Mapping[str, Value]) -> Recipe:
-        """The base with these values.
+        """Return the base recipe with the values of a point.
 
         Raises:
-            UserError: they cannot be; a line for each reason.
+            UserError: the values are invalid; one line per reason.
         """
         tree = copy.deepcopy(dict(self.values))
         whole = self.recipe.model_dump(mode="json")
         for key, value in point.items():
-            _set(tree, whole, key.split("."), value, kept=point.keys())
+            _set_value(tree, whole, key.split("."), value, kept=point.keys())
         try:
             recipe = Recipe.model_validate(tree)
         except ValidationError as error:
@@ -54,7 +54,8 @@ class BaseRecipe:
 
 
 def at_home(base: BaseRecipe) -> BaseRecipe:
-    """The recipe with full paths of its data, as other processes need them."""
+    """Return the base recipe with absolute data paths, which processes with another working
+    directory need."""
     values = copy.deepcopy(dict(base.values))
     for section in (values, *values.get("phases", ())):
         for name in ("data", "evaluation"):
@@ -65,84 +66,88 @@ def at_home(base: BaseRecipe) -> BaseRecipe:
 
 
 def base_recipe(recipe: str, changes: Mapping[str, Any]) -> BaseRecipe:
-    """Reads the base of a sweep.
+    """Read and check the base recipe of a sweep.
 
     Args:
-        recipe: its file or name.
+        recipe: the recipe's file or name.
         changes: values by dotted key.
 
     Raises:
-        UserError: one line for each mistake in it.
+        UserError: one line per mistake in the recipe.
     """
     overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-    checked = load_recipe(recipe, overrides)
-    return BaseRecipe(
-        values=read_recipe_text(recipe, overrides, model=Recipe).values, recipe=checked
-    )
+    base = load_recipe(recipe, overrides)
+    return BaseRecipe(values=read_recipe_text(recipe, overrides, model=Recipe).values, recipe=base)
 
 
-def _set(
-    tree: Any, whole: Any, path: list[str], value: Value, *, kept: Collection[str] = ()
+def _set_value(
+    tree: Any, complete: Any, path: list[str], value: Value, *, kept: Collection[str] = ()
 ) -> None:
-    """Sets a value in a tree; lists on the way that nobody wrote are taken from the whole one. Keys
-    of another alternative go, but for those that are `kept`."""
+    """Set a value in a tree of recipe values, in place.
+
+    A list on the path that the tree lacks is copied from the complete recipe first. Keys of the
+    alternative that the value replaces are deleted, except those in `kept`.
+    """
     annotation: Any = Recipe
-    for place, part in enumerate(path[:-1]):
-        annotation = type_below(annotation, tree, _key(tree, part))
-        whole = _item(whole, part)
-        if isinstance(whole, list) and _item(tree, part) is None:
-            tree[part] = copy.deepcopy(whole)
-        elif _item(tree, part) is None:
-            tree[_key(tree, part)] = {}
-        tree = _item(tree, path[place])
+    for position, part in enumerate(path[:-1]):
+        annotation = type_below(annotation, tree, _parse_key(tree, part))
+        complete = _get_item(complete, part)
+        # An index into a list only makes sense with the list's other items.
+        if isinstance(complete, list) and _get_item(tree, part) is None:
+            tree[part] = copy.deepcopy(complete)
+        elif _get_item(tree, part) is None:
+            tree[_parse_key(tree, part)] = {}
+        tree = _get_item(tree, path[position])
     if isinstance(tree, dict):
         for other in replaced_keys(annotation, tree, {path[-1]: value}):
             if ".".join((*path[:-1], other)) not in kept:
                 del tree[other]
-    tree[_key(tree, path[-1])] = value
+    tree[_parse_key(tree, path[-1])] = value
 
 
-def _item(tree: Any, part: str) -> Any:
+def _get_item(tree: Any, part: str) -> Any:
     if isinstance(tree, list):
         return tree[int(part)]
     return tree.get(part) if isinstance(tree, Mapping) else None
 
 
-def _key(tree: Any, part: str) -> Any:
+def _parse_key(tree: Any, part: str) -> Any:
     return int(part) if isinstance(tree, list) else part
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialJob:
-    """A value: it can be sent to any process."""
+    """Description of a sweep's trials. It can be pickled and sent to any process."""
 
     base: BaseRecipe
     folder: Storage
-    """Every trial is a run in it."""
+    """The folder in which every trial is a run."""
     threads: int
-    """Threads of a worker, where the recipe does not say."""
+    """CPU threads of a worker, unless the recipe sets them."""
     metric: str
     told: Mapping[str, int] = field(default_factory=dict)
-    """By trial the step of the newest report that the sweep has had of it before."""
+    """By trial, the step of the newest report that the sweep has already received."""
 
     def recipe(self, trial: str, point: Mapping[str, Value]) -> Recipe:
-        """The recipe of a trial.
+        """Return the recipe of a trial.
 
         Raises:
-            UserError: its values cannot be.
+            UserError: the trial's values are invalid.
         """
         recipe = self.base.trial(point)
         workers = recipe.workers
         if workers.threads is None:
             workers = workers.model_copy(update={"threads": self.threads})
         if workers.most > 1:
-            workers = workers.model_copy(update={"spares": False})  # a trial is short
-        base = self.base.recipe  # in whose storage the record of the whole sweep is
+            # A trial is too short for spare processes to pay off.
+            workers = workers.model_copy(update={"spares": False})
+        # The record of the whole sweep is in the storage of the base recipe.
+        base = self.base.recipe
         uri = tracking_uri(base.tracking.uri, Storage(base.storage))
-        changed = {
+        updates = {
             "name": trial,
             "storage": self.folder.uri(),
             "workers": workers,
             "tracking": recipe.tracking.model_copy(update={"uri": uri}),
         }
-        return recipe.model_copy(update=changed)
+        return recipe.model_copy(update=updates)
