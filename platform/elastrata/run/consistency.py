@@ -1,7 +1,5 @@
-"""The evidence of a run, its history and its checkpoints, held against each other.
-
-And the checkpoint that a user has chosen, to make something of or to go back to.
-"""
+"""Cross-checks of a run's history and its checkpoints, and the choice of a checkpoint by the
+user."""
 
 from __future__ import annotations
 
@@ -44,36 +42,38 @@ FROM = "elastrata train ... --from"
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """The files of a run, as far as a look at names, sizes and checksums of lines tells."""
+    """The files of a run, checked by names, sizes and checksums of history lines."""
 
     run: Storage
     history: History
     saved: tuple[Commit, ...]
-    """Checkpoints with a readable marker, the newest first."""
+    """Checkpoints with a readable marker, newest first."""
     lineage: Lineage
     unreadable: tuple[str, ...]
-    """A line for each checkpoint whose marker is damaged."""
+    """One line for each checkpoint whose marker is damaged."""
     lost: tuple[str, ...]
-    """A line for each checkpoint that is not there, though the run committed it and did not remove
-    it, and for each one that lacks files or has cut ones."""
+    """One line for each checkpoint that was committed and not removed but is missing, and for each
+    one with missing or truncated files."""
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """A line for each thing that is not as it was written."""
+        """One line for each problem."""
         return (*self.history.problems, *self._unrecorded(), *self.unreadable, *self.lost)
 
     def _unrecorded(self) -> Iterator[str]:
-        """Yield a line if the history ends before the newest checkpoint: parts are lost."""
+        """Yield a line if the history ends before the newest checkpoint, as parts are lost."""
         newest = next(iter(self.counting), None)
         if newest is None:
             return
         try:
             entries = [*self.history.entries, *unwritten_entries(newest)]
         except UserError as error:
+            # Without these lines nothing can be said about the steps of the checkpoint.
             yield str(error)
             return
         steps = {entry["step"] for entry in entries if entry["kind"] == "step"}
         last = max((entry.get("step", 0) for entry in self.history.entries), default=0)
+        # The lines that travel in the commit are written by the next attempt: they are not lost.
         if newest.step > last and not set(range(last + 1, newest.step + 1)) <= steps:
             yield (
                 f"{self.run.uri('history')}: ends with step {last}, before checkpoint "
@@ -82,32 +82,34 @@ class Evidence:
 
     @property
     def counting(self) -> list[Commit]:
-        """The checkpoints that the run has not gone back behind, the newest first."""
+        """The checkpoints that the run has not gone back behind, newest first."""
         return [commit for commit in self.saved if self.lineage.counts(*commit.place)]
 
 
 def evidence(run: Storage) -> Evidence:
-    """Looks at a run's folder.
+    """Check the files of a run.
 
     Raises:
-        UserError: its history was altered so that it cannot be read.
+        UserError: the history was altered and cannot be read.
     """
     checkpoints = run.sub("checkpoints")
+    # Read before the history: then the history knows every checkpoint found here.
     marked = markers(checkpoints)  # before the history: what they know of it is there by then
-    damaged = _damaged(checkpoints, marked)
+    damaged = _find_damaged(checkpoints, marked)
     saved = tuple(one for one in marked.values() if isinstance(one, Commit))
     found = history.look(run.sub("history"))
     lineage = Lineage()
     for entry in found.entries:
         lineage.event(entry)
-    lost = _lost(checkpoints, marked, damaged, found.entries, lineage)
+    lost = _find_lost(checkpoints, marked, damaged, found.entries, lineage)
     if lost:
         # A run that goes on may have saved or removed some between the two looks. It notes that it
         # removes one before it does: what is lost is so in a second look, and the history after it.
         marked_now = markers(checkpoints)
-        damaged_now = _damaged(checkpoints, marked_now)
-        now = history.read(run.sub("history"))
-        lost_now = _lost(checkpoints, marked_now, damaged_now, now, lineage)
+        damaged_now = _find_damaged(checkpoints, marked_now)
+        entries_now = history.read(run.sub("history"))
+        # Only what both looks find is lost.
+        lost_now = _find_lost(checkpoints, marked_now, damaged_now, entries_now, lineage)
         lost = {folder: why for folder, why in lost_now.items() if folder in lost}
     return Evidence(
         run=run,
@@ -124,39 +126,46 @@ def evidence(run: Storage) -> Evidence:
 
 
 def kept_commits(entries: Sequence[Entry]) -> list[str]:
-    """Return the folders of the checkpoints that must be there by a history: committed, and removed
-    by no one who said so. Histories of earlier versions name none."""
+    """Return the folders of checkpoints that must exist: committed and not removed, by the history.
+
+    Histories of earlier versions record neither.
+    """
     kept: dict[str, None] = {}
+    # Entries without `clock` are of earlier versions, which did not record commits.
     is_old = any(entry["kind"] == "started" and "clock" not in entry for entry in entries)
     for entry in entries:
         if entry["kind"] == "committed":
             kept[entry["commit"]] = None
-        elif entry["kind"] == FORKED and not is_old and (of_parent := _parse(entry["commit"])):
+        # A fork begins with a copy of the parent's checkpoint, as one of its own attempt.
+        elif (
+            entry["kind"] == FORKED and not is_old and (of_parent := _parse_folder(entry["commit"]))
+        ):
             kept[str(FolderName(entry["attempt"], of_parent.step, of_parent.token))] = None
-    removed = _removed(entries)
+    removed = _removed_folders(entries)
     return [folder for folder in kept if folder not in removed]
 
 
 def note_removal(run: Storage, warn: Callable[[str], None]) -> bool:
-    """Notes in a run's history that all its checkpoints are to go.
+    """Record in the history that all checkpoints of a run will be removed.
 
     Args:
-        run: its folder; no process trains it.
-        warn: called with a line where storage does not take that.
+        run: the run's folder; no process trains it.
+        warn: called with one line if storage rejects the entry.
 
     Returns:
-        Whether it is noted, so that they may go.
+        Whether the removal is recorded, so that the checkpoints may be removed.
     """
-    going = [str(name) for name in folders(run.sub("checkpoints"))]
+    removed_folders = [str(name) for name in folders(run.sub("checkpoints"))]
     storage = run.sub("history")
+    # Written under the newest attempt's number, so that no new attempt begins.
     writer = HistoryWriter(storage, max(1, history.next_attempt(storage) - 1), warn, writer="d")
-    if going:
-        writer.add("removed", {"commits": going})
+    if removed_folders:
+        writer.add("removed", {"commits": removed_folders})
     return writer.flush()
 
 
-def _damaged(checkpoints: Storage, marked: Mapping[str, Commit | str]) -> dict[str, str]:
-    """By folder, what a checkpoint with a readable marker lacks."""
+def _find_damaged(checkpoints: Storage, marked: Mapping[str, Commit | str]) -> dict[str, str]:
+    """Return, by folder, the damage of checkpoints that have a readable marker."""
     found = {}
     for folder, commit in marked.items():
         if isinstance(commit, Commit) and (wrong := size_problems(checkpoints, commit)):
@@ -164,85 +173,93 @@ def _damaged(checkpoints: Storage, marked: Mapping[str, Commit | str]) -> dict[s
     return found
 
 
-def _lost(
+def _find_lost(
     checkpoints: Storage,
     marked: Mapping[str, Commit | str],
     damaged: Mapping[str, str],
     entries: Sequence[Entry],
     lineage: Lineage,
 ) -> dict[str, str]:
-    """By folder, why a checkpoint that must be there is not there, or not whole. Those that the run
-    has gone back behind need not be."""
-    there = {str(name) for name in folders(checkpoints)}
-    kept = [name for folder in kept_commits(entries) if (name := _parse(folder))]
+    """Return, by folder, why a checkpoint that must exist is missing or incomplete."""
+    existing_folders = {str(name) for name in folders(checkpoints)}
+    kept_names = [name for folder in kept_commits(entries) if (name := _parse_folder(folder))]
+    # Of a checkpoint without a marker, the folder may still be there.
     missing = {
         str(name): f"{MARKER} is missing"
-        if str(name) in there
+        if str(name) in existing_folders
         else "missing, though the history has it as committed and not as removed"
-        for name in kept
+        for name in kept_names
         if str(name) not in marked
     }
-    removed = _removed(entries)
+    removed = _removed_folders(entries)
+    # A removal deletes files one by one: a kill in between leaves an incomplete folder.
     found = missing | {folder: why for folder, why in damaged.items() if folder not in removed}
-    return {folder: why for folder, why in found.items() if _counts(lineage, folder)}
+    return {folder: why for folder, why in found.items() if _is_counting(lineage, folder)}
 
 
-def _removed(entries: Sequence[Entry]) -> set[str]:
+def _removed_folders(entries: Sequence[Entry]) -> set[str]:
+    """Return the folders of checkpoints that the run has removed."""
     lists = (entry["commits"] for entry in entries if entry["kind"] == "removed")
     return {folder for commits in lists for folder in commits}
 
 
-def _counts(lineage: Lineage, folder: str) -> bool:
-    name = _parse(folder)
+def _is_counting(lineage: Lineage, folder: str) -> bool:
+    """Return whether the checkpoint in a folder was not rolled back."""
+    name = _parse_folder(folder)
     return name is not None and lineage.counts(name.attempt, name.step)
 
 
-def _parse(folder: object) -> FolderName | None:
+def _parse_folder(folder: object) -> FolderName | None:
     return FolderName.parse(folder) if isinstance(folder, str) else None
 
 
 def is_begun(run: Storage) -> bool:
-    """Whether workers have left something in a run's folder."""
+    """Return whether workers have written anything into a run's folder."""
     names = part_names(run.sub("history"))
+    # Parts of the driver alone do not count: it writes before workers start.
     return bool(markers(run.sub("checkpoints"))) or any(not name.writer for name in names)
 
 
 def check_continuation(run: Storage, warn: Callable[[str], None]) -> None:
-    """Looks whether a run can go on by itself. Writes nothing.
+    """Check that a run can continue from its own state. Writes nothing.
 
     Args:
-        run: its folder.
-        warn: called with a line for each thing that is not as it was written and does not hinder.
+        run: the run's folder.
+        warn: called with a line for each problem that does not prevent the run from continuing.
 
     Raises:
-        UserError: its history cannot be read, holds what does not belong to it, or contradicts all
-            checkpoints; or no checkpoint is whole. A run that has checkpoints never begins anew.
+        UserError: the history cannot be read, holds foreign parts or contradicts all checkpoints,
+            or no checkpoint is complete.
     """
     found = evidence(run)
     if found.history.foreign:
-        advice = _advice(found.saved)
+        advice = _removal_advice(found.saved)
         raise UserError(*(f"{line}; {advice}" for line in found.history.foreign))
+    # A run that has checkpoints must never start again from step 0.
     if found.saved and not found.counting:
         raise UserError(*contradictions(run, found.saved, found.lineage))
     for line in found.problems:
         warn(line)
-    start = _start(found)
+    start = _start_step(found)
     steps = history.effective_steps(found.history.entries)
     driver = look_at_driver(run)
-    heard = driver.newest.step if driver.newest and not driver.released else 0
+    # A driver that released the run has written all it had heard of.
+    reported_step = driver.newest.step if driver.newest and not driver.released else 0
     last = steps[-1]["step"] if steps else 0
-    if max(last, heard) > start:
+    if max(last, reported_step) > start:
         first = (
             f"from step {start + 1}" if start else "from the first step, as no checkpoint is there"
         )
-        more = f", and its driver had heard of step {heard}" if heard > last else ""
-        warn(f"goes on {first}; the history has steps up to {last}{more}")
+        reported_text = (
+            f", and its driver had heard of step {reported_step}" if reported_step > last else ""
+        )
+        warn(f"goes on {first}; the history has steps up to {last}{reported_text}")
 
 
 def contradictions(
     run: Storage, saved: tuple[Commit, ...] | list[Commit], lineage: Lineage
 ) -> list[str]:
-    """Why none of a run's checkpoints counts, a line for each."""
+    """Return one line per checkpoint that says why it no longer counts."""
     return [
         f"checkpoint {run.uri('checkpoints', commit.folder)}: does not count: by the history "
         f"attempt {event.attempt} went on from step {event.step}, and no checkpoint of that is "
@@ -252,11 +269,11 @@ def contradictions(
     ]
 
 
-def _start(found: Evidence) -> int:
-    """The step of the newest checkpoint that looks whole; 0: there is none at all.
+def _start_step(found: Evidence) -> int:
+    """Return the step of the newest checkpoint that looks complete; 0 if there is no checkpoint.
 
     Raises:
-        UserError: there are some, but none is whole.
+        UserError: there are checkpoints, but none is complete.
     """
     checkpoints = found.run.sub("checkpoints")
     damaged = []
@@ -270,23 +287,24 @@ def _start(found: Evidence) -> int:
     return 0
 
 
-def _advice(saved: tuple[Commit, ...]) -> str:
+def _removal_advice(saved: tuple[Commit, ...]) -> str:
+    """Return how to get rid of a foreign part."""
     if not saved:
         return "move it away"
     return f"move it away, or {FROM} {saved[0].step} goes on from that checkpoint without it"
 
 
 def chosen_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commit:
-    """The checkpoint of a run that is meant by `newest`, `best`, a step, or its folder's name; its
-    files are not looked at.
+    """Return the checkpoint given as `newest`, `best`, a step or a folder name, without checking
+    files.
 
     Args:
-        run: its folder.
-        wanted: the choice.
-        key: where a user has made it, for messages.
+        run: the run's folder.
+        wanted: the user's choice.
+        key: the option that holds the choice, for messages.
 
     Raises:
-        UserError: there is none, or none that counts.
+        UserError: no checkpoint matches, or none that counts.
     """
     checkpoints, lineage = run.sub("checkpoints"), read_lineage(run.sub("history"))
     found = commits(checkpoints)
@@ -296,6 +314,7 @@ def chosen_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commi
     if wanted in ("newest", "best") and not counting:
         raise UserError(*contradictions(run, found, lineage))
     if wanted == "newest":
+        # If the newest marker is damaged, do not silently take an older checkpoint.
         folder, newest = next(iter(markers(checkpoints).items()))
         if isinstance(newest, str):
             raise UserError(f"checkpoint {checkpoints.uri(folder)}: {newest}; {key} names one")
@@ -308,6 +327,8 @@ def chosen_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commi
     by_folder = {commit.folder: commit for commit in found}
     if wanted in by_folder:
         return by_folder[wanted]
+    # Later items replace earlier ones: the newest checkpoint of a step wins, and one that counts
+    # wins over one that does not.
     by_step = {str(commit.step): commit for commit in (*reversed(found), *reversed(counting))}
     if wanted not in by_step:
         raise UserError(
@@ -318,7 +339,7 @@ def chosen_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commi
 
 
 def _nearest(wanted: str, by_step: dict[str, Commit]) -> str:
-    """A hint at the step that is meant, or at the one next to it."""
+    """Return a hint at the nearest choice."""
     if not wanted.isdecimal():
         return nearest(wanted, [*by_step, "newest", "best"])
     step = min(map(int, by_step), key=lambda step: abs(step - int(wanted)))
@@ -326,18 +347,19 @@ def _nearest(wanted: str, by_step: dict[str, Commit]) -> str:
 
 
 def find_commit(run: Storage, wanted: str) -> Commit:
-    """The checkpoint of a run that a user means.
+    """Return the checkpoint that a user names, after checking its files.
 
     Args:
-        run: its folder.
-        wanted: the name of the checkpoint's folder, or its step.
+        run: the run's folder.
+        wanted: the checkpoint's folder name or its step.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: there is no such checkpoint, or it is damaged.
     """
     checkpoints = run.sub("checkpoints")
     saved = commits(checkpoints)
     named = {commit.folder: commit for commit in saved}
+    # Reversed, so that the newest checkpoint of a step wins.
     named |= {str(commit.step): commit for commit in reversed(saved)}
     if not named:
         raise UserError(f"--from: {wanted}: {checkpoints.uri()} has no checkpoint")
@@ -353,46 +375,52 @@ def find_commit(run: Storage, wanted: str) -> Commit:
 
 
 def go_back(run: Storage, commit: Commit, warn: Callable[[str], None]) -> None:
-    """Makes the run go on from a checkpoint, and its history say so. Parts that cannot be read or
-    do not belong to it are set aside, in a folder of their own.
+    """Make the run continue from an earlier checkpoint, and record that in its history.
+
+    History parts that are unreadable or do not belong to the run are moved to a subfolder.
 
     Args:
-        run: its folder; this process owns it.
+        run: the run's folder, owned by this process.
         commit: from `find_commit`.
-        warn: called with a line for each part that is set aside.
+        warn: called with a line for each part that is moved.
 
     Raises:
-        UserError: storage does not take it.
+        UserError: storage rejects the entry.
     """
     storage = run.sub("history")
-    for name, why in _unfit(storage).items():
-        _set_aside(storage, str(name))
+    for name, why in _unusable_parts(storage).items():
+        _move_aside(storage, str(name))
         warn(f"{storage.uri(str(name))}: {why}; now in {storage.uri(SET_ASIDE)}")
+    # Above every attempt that saved a checkpoint, even if its history is lost.
     saved = max(other.place[0] for other in commits(run.sub("checkpoints")))
     number = max(history.next_attempt(storage), saved + 1)
     writer = HistoryWriter(storage, number, warn, writer="d")
     writer.add("returned", {"step": commit.step, "commit": commit.folder})
     writer.flush()
+    # `flush` only warns, but a run must not continue without this entry.
     if writer.unwritten()[1]:
         raise UserError(f"{storage.uri()}: cannot be written")
 
 
-def _unfit(storage: Storage) -> dict[PartName, str]:
-    """The parts that cannot stay, with the reason."""
+def _unusable_parts(storage: Storage) -> dict[PartName, str]:
+    """Return the parts that must be moved aside, with the reason."""
     found: dict[PartName, str] = {}
     for name in part_names(storage):
         try:
             part = read_part(storage, name)
             if part.foreign_reason:
                 found[name] = part.foreign_reason
+            # Parsed only to find unreadable lines.
             history.entries_of(storage, [part])
         except UserError as error:
             found[name] = error.problems[0].removeprefix(f"{storage.uri(str(name))}: ")
     return found
 
 
-def _set_aside(storage: Storage, name: str) -> None:
+def _move_aside(storage: Storage, name: str) -> None:
+    """Move a part into the subfolder for unusable parts."""
     if not storage.is_local:
+        # Object stores cannot rename: copy first, then delete.
         storage.write(storage.read(name), SET_ASIDE, name)
         storage.delete(name)
         return

@@ -1,4 +1,4 @@
-"""The folder of a run: what it is called, what it trains on what, and what it began with."""
+"""The folder of a run: its identity, its recipe, its data sets and its initial weights."""
 
 from __future__ import annotations
 
@@ -22,67 +22,68 @@ from elastrata_pipelines.mixture import UNITS, Leg, Mixture
 from elastrata_pipelines.phase import Key, Origin, PhaseSize
 from elastrata_pipelines.storage import Storage
 
+# The recipe imports torch, which `status` and `audit` do not need.
 if TYPE_CHECKING:
     from elastrata.recipe.recipe import Recipe
 
 
 class ForkOrigin(Record):
-    """The place in another run, its parent, that a run goes on from."""
+    """The checkpoint of another run, the parent, from which a fork continues."""
 
     url: Annotated[str, Field(min_length=1, max_length=10_000)]
     """The parent's folder; absolute."""
     commit: Annotated[str, Field(pattern=r"^[0-9]{9}-[0-9]{4,9}-[0-9a-f]{6}$")]
-    """The name of the checkpoint there."""
+    """Name of the parent's checkpoint."""
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """Of the checkpoint's marker, which holds the checksums of its files."""
+    """SHA-256 of the checkpoint's marker, which holds the checksums of its files."""
     step: NonNegativeInt
-    """Steps done in it."""
+    """Steps done in the checkpoint."""
     samples: NonNegativeInt
     """Samples seen."""
     tokens: NonNegativeInt
     """Tokens seen."""
     positions: dict[str, NonNegativeInt]
-    """Samples taken by then of each data set that the fork reads on in the same order, by the data
-    set's fingerprint; of others it begins with the first."""
+    """By data set fingerprint, the samples already taken of each data set that the fork continues
+    in the same order. Other data sets start with their first sample."""
 
     @override
     def __str__(self) -> str:
         return f"{self.url}, step {self.step} (SHA-256 {self.sha256[:12]})"
 
     def placed(self, data: Mapping[Key, str]) -> Origin[Key]:
-        """The place that phases are reckoned from.
+        """Return the origin from which phases are counted.
 
         Args:
-            data: the fingerprint of each data set, by what it is called.
+            data: the fingerprint of each data set, by its key.
         """
-        known = {key: self.positions.get(value, 0) for key, value in data.items()}
-        return Origin(step=self.step, samples=self.samples, positions=known)
+        known_positions = {key: self.positions.get(value, 0) for key, value in data.items()}
+        return Origin(step=self.step, samples=self.samples, positions=known_positions)
 
     def to_tags(self) -> dict[str, str]:
-        """The tags of a run's record."""
+        """Return the tags of the run's tracking record."""
         return {"parent": self.url, "parent.step": str(self.step), "parent.sha256": self.sha256}
 
 
 class Parent(Record):
-    """The weights that a run began with, as `run.json` names them."""
+    """The initial weights of a run, as recorded in `run.json`."""
 
     kind: Literal["run", "folder", "hub"]
-    """A checkpoint of another run, a folder that transformers could load, or a model of the hub."""
+    """A checkpoint of another run, a transformers folder, or a model of the Hugging Face Hub."""
     url: Annotated[str, Field(min_length=1, max_length=10_000)]
-    """The run's folder, or that of the weights; absolute. hub: the model's name."""
+    """The folder of the run or of the weights, absolute; hub: the model's name."""
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     """run: of the checkpoint's marker, which holds the checksums of its files. Else: of the lines
     that `sha256sum` prints for config.json and the safetensors files, sorted by name."""
     num_ids: NonNegativeInt
-    """Ids that it knows; rows of later ones are drawn."""
+    """Number of token ids that it knows; embeddings of later ids are initialised at random."""
     commit: str | None = None
-    """run: the name of the checkpoint. hub: the revision."""
+    """run: the checkpoint's name. hub: the revision."""
     step: NonNegativeInt | None = None
-    """run: its optimizer steps..."""
+    """run: optimizer steps of the checkpoint."""
     samples: NonNegativeInt | None = None
-    """... and samples."""
+    """run: samples of the checkpoint."""
     optimizer: bool = False
-    """Whether the optimizer's state comes from there, too."""
+    """Whether the optimizer's state is loaded as well."""
 
     @override
     def __str__(self) -> str:
@@ -90,7 +91,7 @@ class Parent(Record):
         return f"{self.url}{step} (SHA-256 {self.sha256[:12]})"
 
     def to_tags(self) -> dict[str, str]:
-        """The tags of a run's record."""
+        """Return the tags of the run's tracking record."""
         tags = {"parent": self.url, "parent.sha256": self.sha256}
         return tags if self.step is None else {**tags, "parent.step": str(self.step)}
 
@@ -100,7 +101,7 @@ Positions = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 class LegRecord(Record):
-    """As `Leg` has it."""
+    """A stored `Leg` of a mixture."""
 
     shares: Annotated[tuple[Share, ...], Field(min_length=1)]
     final_shares: tuple[Share, ...] | None = None
@@ -109,11 +110,11 @@ class LegRecord(Record):
 
 
 Mixtures = tuple[tuple[LegRecord, ...], ...]
-"""The legs of each phase's mixture; none of a phase that has one data set."""
+"""The legs of each phase's mixture; empty for a phase with one data set."""
 
 
 def record_of(mixtures: Sequence[Mixture | None]) -> Mixtures | None:
-    """The record of the phases' mixtures; None where there is none."""
+    """Return the record of the phases' mixtures; None if no phase has a mixture."""
     if not any(mixtures):
         return None
     return tuple(
@@ -123,10 +124,10 @@ def record_of(mixtures: Sequence[Mixture | None]) -> Mixtures | None:
 
 
 def mixtures_of(record: Mixtures | None, num_phases: int) -> tuple[Mixture | None, ...]:
-    """The mixture of each phase.
+    """Return the mixture of each phase.
 
     Raises:
-        ValueError: there are not so many phases, or shares that do not add up.
+        ValueError: the number of phases is wrong, or the shares do not add up.
     """
     if record is None:
         return (None,) * num_phases
@@ -156,63 +157,66 @@ MAY_CHANGE = (
     "data.path",
     "data.prepare",
 )
-"""Keys of a recipe that a run may be continued with another value of: they change where and how
-the same samples are computed on, not what is learned from them."""
+"""Recipe keys whose value may change when a run continues: they affect where and how the same
+samples are computed, not what is learned from them."""
 
 
 class DataSet(Record):
     """A data set that a run trains on."""
 
     url: Text
-    """Absolute path or URL, as the newest launch found it."""
+    """Absolute path or URL, as of the newest launch."""
     fingerprint: Text
     """The fingerprint in its manifest."""
 
 
 class RunIdentity(Record):
-    """The identity of a run, by which it is the same after a restart."""
+    """The identity of a run, which stays the same across restarts."""
 
     name: Text
     data: tuple[DataSet, ...]
-    """That of every phase; of one with sources, theirs in order."""
+    """The data set of every phase; for a phase with sources, those of its sources in order."""
     mlflow_run_id: Annotated[str, Field(max_length=10_000)] | None = None
     parent: Parent | None = None
-    """The weights that it began with; None: drawn ones."""
+    """The initial weights; None: initialised at random."""
     origin: ForkOrigin | None = None
-    """The place in another run that it goes on from; None: it is no fork."""
+    """The checkpoint of another run that it continues from; None if it is not a fork."""
     mixtures: Mixtures | None = None
-    """How every phase mixes its sources; None: no phase has any."""
+    """How every phase mixes its sources; None if no phase has sources."""
     recipe_sha256: str | None = None
-    """The checksum of the recipe's file; None: written by an earlier version."""
+    """SHA-256 of the recipe's file; None if written by an earlier version."""
     digest: str | None = None
-    """SHA-256 of all the rest but the data sets' places, which may be moved: as JSON with sorted
-    keys and no spaces. None as above."""
+    """SHA-256 of all other values but the data sets' URLs: of JSON with sorted keys and no spaces.
+    None if written by an earlier version."""
 
     @property
     def own_digest(self) -> str:
-        """The digest that belongs to these values."""
-        left_out: dict[str, Any] = {"digest": True, "data": {"__all__": {"url"}}}
+        """The digest computed from the current values."""
+        excluded_fields: dict[str, Any] = {"digest": True, "data": {"__all__": {"url"}}}
+        # Fields of later versions are left out while they are unset, so that digests of earlier
+        # versions still match.
         if self.parent is None:  # as earlier versions, which knew of none, have it
-            left_out["parent"] = True
+            excluded_fields["parent"] = True
         if self.origin is None:  # as earlier versions have it
-            left_out["origin"] = True
+            excluded_fields["origin"] = True
         if self.mixtures is None:  # likewise
-            left_out["mixtures"] = True
-        content = self.model_dump(mode="json", exclude=left_out)
+            excluded_fields["mixtures"] = True
+        content = self.model_dump(mode="json", exclude=excluded_fields)
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def read_identity(run: Storage) -> RunIdentity | None:
-    """The identity of the run in that folder; None where there is none yet.
+    """Return the identity of the run in a folder; None if there is no run yet.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the file is damaged.
     """
     try:
         found = read_record(RunIdentity, run, RUN_FILE)
     except FileNotFoundError:
         return None
+    # Earlier versions stored no digest.
     if found.digest is not None and found.digest != found.own_digest:
         raise UserError(f"{run.uri(RUN_FILE)}: does not match its own digest (altered)")
     if not found.data:
@@ -221,34 +225,37 @@ def read_identity(run: Storage) -> RunIdentity | None:
 
 
 def write_identity(run: Storage, identity: RunIdentity, recipe: Recipe) -> None:
-    """Writes the identity and the recipe of a run, as it is recorded."""
+    """Write the identity and the recipe of a run."""
     dumped = dump_yaml(recipe.as_recorded().model_dump(mode="json")).encode()
     recipe_sha256 = hashlib.sha256(dumped).hexdigest()
-    whole = identity.model_copy(update={"recipe_sha256": recipe_sha256})
-    whole = whole.model_copy(update={"digest": whole.own_digest})
+    complete_identity = identity.model_copy(update={"recipe_sha256": recipe_sha256})
+    complete_identity = complete_identity.model_copy(
+        update={"digest": complete_identity.own_digest}
+    )
+    # run.json comes last: it makes the folder a run.
     run.write(dumped, RECIPE_FILE)
-    run.write(whole.model_dump_json(indent=1).encode(), RUN_FILE)
+    run.write(complete_identity.model_dump_json(indent=1).encode(), RUN_FILE)
 
 
 def read_recipe(run: Storage, identity: RunIdentity) -> Recipe:
-    """The recipe a run was started or last continued with.
+    """Return the recipe with which a run was started or last continued.
 
     Raises:
-        UserError: it is missing, damaged or altered; a line for each key. A file that was cut short
-            can still be a whole recipe, of another model.
+        UserError: the recipe is missing, damaged or altered; one line per key.
     """
     from elastrata.recipe.file import stored_recipe
 
+    # A file that was cut short can still be a valid recipe, of another model.
     if problems := recipe_problems(run, identity):
         raise UserError(*(f"{line}; put back what it was" for line in problems))
     return stored_recipe(read_values(run, RECIPE_FILE), run.uri(RECIPE_FILE))
 
 
 def read_values(storage: Storage, name: str) -> dict[str, Any]:
-    """The values in a YAML file of ours, before anything gives it a meaning.
+    """Return the values of a YAML file in a run's folder, without validating them.
 
     Raises:
-        UserError: it is missing, or no YAML of keys with values.
+        UserError: the file is missing or does not hold YAML keys with values.
     """
     where = storage.uri(name)
     try:
@@ -261,7 +268,7 @@ def read_values(storage: Storage, name: str) -> dict[str, Any]:
 
 
 def recipe_problems(run: Storage, identity: RunIdentity) -> list[str]:
-    """A line where the recipe is not the one that the run was last continued with."""
+    """Return one line if the recipe is not the one that the run was last continued with."""
     try:
         found = hashlib.sha256(read_bytes(run, RECIPE_FILE)).hexdigest()
     except FileNotFoundError:
@@ -274,27 +281,28 @@ def recipe_problems(run: Storage, identity: RunIdentity) -> list[str]:
 def check_same_run(
     run: Storage, identity: RunIdentity, recipe: Recipe, data: Sequence[DataSet]
 ) -> None:
-    """Refuses to continue a run as another one.
+    """Check that a recipe may continue a run.
 
     Args:
-        run: its folder.
-        identity: what is in it.
-        recipe: to go on with.
+        run: the run's folder.
+        identity: the identity stored in it.
+        recipe: the recipe to continue with.
         data: the data sets of the recipe's phases.
 
     Raises:
-        UserError: the recipe differs in keys that may not change, or the data set is another one.
+        UserError: keys that may not change differ, or a data set is another one.
     """
     # Through the model: keys that came with a later version have their defaults.
     stored = read_recipe(run, identity)
     before, now = _comparable(stored, recipe), _comparable(recipe, stored)
     problems = [
         f"{run.uri(RECIPE_FILE)}: {key}: {before.get(key)!r} in the run of this name, "
-        f"{now.get(key)!r} in this recipe{_how_to_go_on(key, stored)}"
+        f"{now.get(key)!r} in this recipe{_extension_advice(key, stored)}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
         and not _may_change(key)
-        and not _goes_on(key, stored, recipe)
+        # More steps are allowed if no earlier step depends on their number.
+        and not _only_extends(key, stored, recipe)
     ]
     for before_set, data_set in zip(identity.data, data, strict=False):
         if data_set.fingerprint != before_set.fingerprint:
@@ -307,36 +315,39 @@ def check_same_run(
 
 
 def _comparable(recipe: Recipe, other: Recipe) -> dict[str, Any]:
-    """The values of a recipe, by dotted path; one that has no phases counts as one phase where the
-    other has some."""
+    """Return a recipe's values by dotted path, as one phase if only the other recipe has phases."""
     from elastrata.recipe.recipe import PhaseKeys
 
     values = recipe.model_dump(mode="json")
     if (other.phases and not recipe.phases) or (recipe.phases and not other.phases):
+        # A recipe without phases is compared as one with a single phase.
         keys = set(PhaseKeys.model_fields)
         values = {key: value for key, value in values.items() if key not in keys}
         values["phases"] = [part.model_dump(mode="json", include=keys) for part in recipe.parts]
     return flatten(values)
 
 
-def _goes_on(key: str, before: Recipe, now: Recipe) -> bool:
-    """Whether a difference makes the run longer and leaves as it is what it has done."""
+def _only_extends(key: str, before: Recipe, now: Recipe) -> bool:
+    """Return whether a difference only makes the run longer, without changing steps already
+    done."""
     if phase := re.match(r"phases\.(\d+)\.", key):
+        # Only phases after the existing ones may be added.
         return int(phase[1]) >= len(before.parts)
     old, new = before.parts[0], now.parts[0]
     return key == "steps" and _is_endless(before) and (new.steps or 0) >= (old.steps or 0)
 
 
 def _is_endless(recipe: Recipe) -> bool:
-    """Whether no step depends on how many come after it."""
+    """Return whether no step depends on the number of steps after it."""
     part = recipe.parts[0]
+    # A decay, a warmup ratio, final weights and a sparsity schedule all depend on the total.
     constant = part.schedule.shape == "constant" and part.schedule.warmup_ratio is None
     steady = part.data.final_weights is None
     return not recipe.phases and constant and steady and part.sparsity is None
 
 
-def _how_to_go_on(key: str, before: Recipe) -> str:
-    """Advice for more steps, at the end of the line that refuses them."""
+def _extension_advice(key: str, before: Recipe) -> str:
+    """Return how to train for more steps, to append to the refusal."""
     if key != "steps" or _is_endless(before):
         return ""
     return (
@@ -346,15 +357,18 @@ def _how_to_go_on(key: str, before: Recipe) -> str:
 
 
 def _may_change(key: str) -> bool:
-    """Whether a run may be continued with another value under this path, in a phase or outside."""
+    """Return whether the value at this path may change when a run continues."""
+    # The same keys may change in a phase and in a source.
     bare = re.sub(r"^phases\.\d+\.", "", key)
     bare = re.sub(r"^data\.sources\.\d+\.path$", "data.path", bare)
     return any(bare == part or bare.startswith(f"{part}.") for part in MAY_CHANGE)
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested dict as dotted paths. Sections in a list go by their number; other lists stay
-    values."""
+    """Return a nested dict as dotted paths.
+
+    Sections in a list are numbered; other lists stay values.
+    """
     if isinstance(tree, list) and tree and all(isinstance(item, dict) for item in tree):
         tree = dict(enumerate(tree))
     if not isinstance(tree, dict):
@@ -366,15 +380,16 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe that a run was started or last continued with, for going on in the same folder,
-    from whatever folder the command runs in.
+    """Return the recipe with which a run was last continued, to continue it in the same folder.
+
+    It works from any current directory.
 
     Args:
-        run: its folder.
+        run: the run's folder.
         overrides: `dotted.path=value`, the value in YAML.
 
     Raises:
-        UserError: there is no such run, its recipe is damaged, or a mistake in the overrides.
+        UserError: there is no such run, its recipe is damaged, or the overrides are invalid.
     """
     from elastrata.recipe.file import load_recipe, stored_recipe, to_yaml
 
@@ -389,19 +404,21 @@ def resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
     storage, _, name = run.uri().rpartition("/")  # not the recorded name: a folder can be renamed
     places: dict[str, Any] = {"name": name, "storage": storage}
     places |= {key: data_set.url for key, data_set in _data_keys(run, identity)}
-    written = [f"{key}={json.dumps(value)}" for key, value in places.items()]
+    stored_overrides = [f"{key}={json.dumps(value)}" for key, value in places.items()]
+    # `load_recipe` reads overrides on top of a file: write the stored recipe to one.
     with NamedTemporaryFile(suffix=".yaml") as copy:
         copy.write(to_yaml(stored).encode())
         copy.flush()
         try:
-            return load_recipe(copy.name, [*written, *overrides])
+            return load_recipe(copy.name, [*stored_overrides, *overrides])
         except UserError as error:
-            named = (line.replace(copy.name, run.uri(RECIPE_FILE)) for line in error.problems)
-            raise UserError(*named) from None
+            # Messages must name the run's file, not the temporary copy.
+            lines = (line.replace(copy.name, run.uri(RECIPE_FILE)) for line in error.problems)
+            raise UserError(*lines) from None
 
 
 def _data_keys(run: Storage, identity: RunIdentity) -> Iterator[tuple[str, DataSet]]:
-    """Every data set with the key of the recipe that says where it is."""
+    """Yield every data set with the recipe key that holds its path."""
     recipe, left = read_values(run, RECIPE_FILE), iter(identity.data)
     phases = recipe.get("phases") or [recipe]
     for number, part in enumerate(phases):
@@ -412,7 +429,7 @@ def _data_keys(run: Storage, identity: RunIdentity) -> Iterator[tuple[str, DataS
 
 
 def number_of_sources(part: Mapping[str, Any]) -> int:
-    """Sources of a phase, as its recipe has it; 0 where it has one data set."""
+    """Return the number of sources of a phase; 0 if it has a single data set."""
     data = part.get("data")
     sources = data.get("sources") if isinstance(data, Mapping) else None
     return len(sources) if isinstance(sources, list) else 0
@@ -423,37 +440,38 @@ _MOST = 2**64
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSummary:
-    """The samples that a phase of a run takes from its data set, and their order."""
+    """The samples that a phase takes of its data sets, and their order."""
 
     size: PhaseSize
     seed: int
     window_stripes: int
     num_data_sets: int = 1
-    """Its sources, where it has any."""
+    """Number of sources, or 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """The values that decide how far a run goes, and on which samples."""
+    """The values that determine how far a run goes, and on which samples."""
 
     phases: tuple[PhaseSummary, ...]
-    """A single one where the recipe has none."""
+    """A single phase if the recipe has none."""
     target: TargetConfig | None
-    """None where there is none, as in runs of old."""
+    """None if the recipe has no target."""
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in all."""
+        """Total number of optimizer steps."""
         return sum(phase.size.steps for phase in self.phases)
 
 
 def read_summary(run: Storage) -> RunSummary:
-    """That of the recipe in a run's folder.
+    """Return the summary of the recipe in a run's folder.
 
     Raises:
         UserError: the recipe is missing or damaged.
     """
     recipe = read_values(run, RECIPE_FILE)
+    # A recipe that was edited by hand can fail in any of these ways.
     damage = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
     try:
         target = recipe.get("target")
@@ -469,26 +487,28 @@ def read_summary(run: Storage) -> RunSummary:
 
 
 def _phase(part: Mapping[str, Any], seed: int) -> PhaseSummary:
+    """Return the summary of a recipe's phase."""
     warmup = part.get("batch_size_warmup")
     return PhaseSummary(
         size=PhaseSize(
-            steps=_number(part, "steps", 1),
-            batch_size=_number(part, "batch_size", 1),
+            steps=_read_int(part, "steps", 1),
+            batch_size=_read_int(part, "batch_size", 1),
             warmup=BatchSizeWarmup.model_validate(warmup) if warmup else None,
         ),
-        seed=_number({"seed": seed}, "seed", -_MOST),
-        window_stripes=_number(part["data"], "window_stripes", 1),
+        seed=_read_int({"seed": seed}, "seed", -_MOST),
+        window_stripes=_read_int(part["data"], "window_stripes", 1),
         num_data_sets=number_of_sources(part) or 1,
     )
 
 
-def _number(section: Mapping[str, Any], key: str, least: int) -> int:
-    """A whole number of a recipe.
+def _read_int(section: Mapping[str, Any], key: str, least: int) -> int:
+    """Return an integer of a recipe.
 
     Raises:
-        ValueError: it is none, or out of range.
+        ValueError: the value is not an integer or out of range.
     """
     value = section[key]
+    # Not isinstance: True is an int as well.
     if type(value) is not int or not least <= value <= _MOST:
         raise ValueError(f"{key}: {value!r}: expected a whole number from {least} to {_MOST}")
     return value

@@ -1,5 +1,4 @@
-"""The fork of a run: a folder whose first checkpoint is one of another run's, and the steps that it
-has from that one."""
+"""Forks: runs whose first checkpoint is another run's, and the steps that they inherit from it."""
 
 from __future__ import annotations
 
@@ -50,50 +49,59 @@ Entry = Mapping[str, Any]
 Span = tuple[int, int]
 """First position in a data set and number of samples of a step."""
 _FURTHEST = 2**62
-"""No position is beyond: arithmetic on positions is done in 64 bits."""
+"""Limit of positions, because arithmetic on them is done in 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inherited:
-    """The part of a fork's steps that others have done."""
+    """The steps of a fork that its ancestors did."""
 
     state: Literal["none", "checked", "missing"] = "none"
-    """none: it is no fork. missing: the parent is not there, and is taken at its word."""
+    """`none`: it is not a fork. `missing`: the parent's folder is gone, so its data is
+    unchecked."""
     text: str = ""
-    """Why it is missing, for people."""
+    """Why the parent is missing, for display."""
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
-    """By the fingerprint of each data set that the fork reads on in the same order."""
+    """Spans taken of each data set that the fork continues in the same order, by fingerprint."""
     problems: tuple[str, ...] = ()
-    """A line for everything that is not as it was when the fork began."""
+    """One line for everything that changed since the fork began."""
 
 
 def inherited(origin: ForkOrigin | None, entries: Iterable[Entry], where: str) -> Inherited:
-    """The steps before a fork, of all its ancestors.
+    """Return the steps before a fork, of all its ancestors.
 
     Args:
-        origin: of the fork; None: it is none.
-        entries: of the fork's history.
-        where: what to call the fork.
+        origin: the fork's origin; None if the run is not a fork.
+        entries: the fork's history.
+        where: name of the fork in messages.
 
     Raises:
-        UserError: the parent's history was altered so that it cannot be read.
+        UserError: the parent's history was altered and cannot be read.
     """
     if origin is None:
         return Inherited()
-    told = next((entry for entry in entries if entry["kind"] == FORKED), None)
-    problems = [] if told and told["sha256"] == origin.sha256 else [_untold(where)]
+    fork_entry = next((entry for entry in entries if entry["kind"] == FORKED), None)
+    # The history and run.json name the parent independently, which reveals a swapped file.
+    problems = (
+        [] if fork_entry and fork_entry["sha256"] == origin.sha256 else [_parent_mismatch(where)]
+    )
     parent = Storage(origin.url)
     identity = read_identity(parent)
     if identity is None:
         text = f"{origin.url}: the parent is not there"
+        # Without the parent, trust the counts in run.json.
         spans = {key: [(0, count)] for key, count in origin.positions.items()}
         return Inherited(state="missing", text=text, spans=spans, problems=tuple(problems))
-    past = history.read(parent.sub("history"))
-    steps = [step for step in history.effective_steps(past) if step["step"] <= origin.step]
-    problems += _differences(parent, origin, steps)
-    before = inherited(identity.origin, past, parent.uri())
+    parent_entries = history.read(parent.sub("history"))
+    steps = [
+        step for step in history.effective_steps(parent_entries) if step["step"] <= origin.step
+    ]
+    # The parent may have gone back behind the fork's step since.
+    problems += _find_differences(parent, origin, steps)
+    # The parent may be a fork itself.
+    before = inherited(identity.origin, parent_entries, parent.uri())
     spans = _spans(parent, identity, steps, before, origin)
-    problems += _gaps(spans, origin)
+    problems += _find_gaps(spans, origin)
     return Inherited(
         state=before.state if before.state == "missing" else "checked",
         text=before.text,
@@ -104,49 +112,54 @@ def inherited(origin: ForkOrigin | None, entries: Iterable[Entry], where: str) -
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """Samples that a step took of a data set, in the order of that one."""
+    """Samples that a step took of a data set, in the data set's order."""
 
     data_set: DataSet
     source: int | None
-    """Its number in the step's mixture; None: the step has this data set alone."""
+    """Its number in the step's mixture; None if the step has a single data set."""
     span: Span
     phase: PhaseSummary
-    """That of the step."""
+    """The step's phase."""
 
 
 def taken_by(
     steps: Sequence[Entry], phases: Sequence[PhaseSummary], identity: RunIdentity, where: str
 ) -> list[list[Taken]]:
-    """What each step took of each data set.
+    """Return the samples that each step took of each data set.
 
     Args:
-        steps: of a run.
-        phases: of its recipe.
-        identity: its own.
-        where: what to call it.
+        steps: steps of a run.
+        phases: the phases of its recipe.
+        identity: its identity.
+        where: name of the run in messages.
 
     Raises:
-        UserError: its data sets or mixtures are not those of so many phases.
+        UserError: the data sets or mixtures do not match the phases.
     """
     data, mixtures = _by_phase(phases, identity, where)
     sizes = [
         replace(phase.size, mixture=mixture)
         for phase, mixture in zip(phases, mixtures, strict=True)
     ]
-    known = identity.origin
-    origin = known.placed({one: one.fingerprint for one in identity.data}) if known else None
+    fork_origin = identity.origin
+    origin = (
+        fork_origin.placed({one: one.fingerprint for one in identity.data}) if fork_origin else None
+    )
     places = list(placements(sizes, data, origin))
     taken = []
     for step in steps:
-        reached = [n for n, place in enumerate(places) if place.first_step < step["step"]]
-        number = reached[-1] if reached else 0
+        # A step number beyond the last phase belongs to the last one.
+        begun_phases = [n for n, place in enumerate(places) if place.first_step < step["step"]]
+        number = begun_phases[-1] if begun_phases else 0
         first, count = span(step)
+        # From samples of the whole run to positions in the phase's data.
         first += places[number].first_position - places[number].first_sample
-        spans = _spans_of(mixtures[number], places[number].firsts, (first, count))
+        spans = _split_by_source(mixtures[number], places[number].firsts, (first, count))
         taken.append(
             [
                 Taken(data_set=data_set, source=source, span=one, phase=phases[number])
                 for data_set, (source, one) in zip(data[number], spans, strict=True)
+                # A source may contribute no sample to a step.
                 if source is None or one[1]
             ]
         )
@@ -156,11 +169,17 @@ def taken_by(
 def taken_after(
     step: int, phases: Sequence[PhaseSummary], identity: RunIdentity, run: Storage
 ) -> tuple[dict[str, PhaseSummary], dict[str, int]]:
-    """By the fingerprint of each data set of a run, the last phase that has it, and the samples
-    taken of it after so many steps.
+    """Return, by data set fingerprint, the last phase with the data set and the samples taken of
+    it.
+
+    Args:
+        step: number of steps after which samples are counted.
+        phases: the phases of the run's recipe.
+        identity: the run's identity.
+        run: the run's folder.
 
     Raises:
-        UserError: as `taken_by`.
+        UserError: see `taken_by`.
     """
     data, mixtures = _by_phase(phases, identity, run.uri(RUN_FILE))
     keys = [[one.fingerprint for one in sets] for sets in data]
@@ -177,15 +196,16 @@ def taken_after(
 def _by_phase(
     phases: Sequence[PhaseSummary], identity: RunIdentity, where: str
 ) -> tuple[list[list[DataSet]], Sequence[Mixture | None]]:
-    """The data sets and the mixture of each phase."""
+    """Return the data sets and the mixture of each phase."""
     expected = sum(phase.num_data_sets for phase in phases)
     if len(identity.data) != expected:
         raise UserError(
             f"{where}: data: {len(identity.data)} data sets, but the run's recipe has "
             f"{expected} in {len(phases)} phases"
         )
-    left = iter(identity.data)
-    data = [[next(left) for _ in range(phase.num_data_sets)] for phase in phases]
+    # `data` lists the data sets of all phases in one flat tuple.
+    remaining_data = iter(identity.data)
+    data = [[next(remaining_data) for _ in range(phase.num_data_sets)] for phase in phases]
     try:
         mixtures = mixtures_of(identity.mixtures, len(phases))
     except ValueError as error:
@@ -196,14 +216,14 @@ def _by_phase(
     return data, mixtures
 
 
-def _spans_of(
+def _split_by_source(
     mixture: Mixture | None, firsts: Sequence[int], taken: Span
 ) -> list[tuple[int | None, Span]]:
-    """The samples of each source in a span of a phase."""
+    """Return the samples of each source within a span of a phase."""
     if mixture is None:
         return [(None, taken)]
     first, count = taken
-    if not 0 <= first < first + count < _FURTHEST:  # has been reported already
+    if not 0 <= first < first + count < _FURTHEST:  # the audit reports such steps itself
         return [(number, (0, 0)) for number in range(mixture.num_sources)]
     before, after = mixture.counts(first), mixture.counts(first + count)
     return [
@@ -213,7 +233,7 @@ def _spans_of(
 
 
 def span(step: Entry) -> Span:
-    """First position and number of samples of a step."""
+    """Return the first position and the number of samples of a step."""
     return step["samples"] - step["batch_samples"], step["batch_samples"]
 
 
@@ -224,7 +244,8 @@ def _spans(
     before: Inherited,
     origin: ForkOrigin,
 ) -> dict[str, list[Span]]:
-    """The spans of a parent, after those of its own."""
+    """Return the spans of a parent's own steps, after those that it inherited."""
+    # Data sets that the fork reads in another order start anew and have no past.
     spans = {key: list(found) for key, found in before.spans.items() if key in origin.positions}
     phases, where = read_summary(parent).phases, parent.uri(RUN_FILE)
     for taken in taken_by(steps, phases, identity, where):
@@ -234,8 +255,8 @@ def _spans(
     return spans
 
 
-def _differences(parent: Storage, origin: ForkOrigin, steps: Sequence[Entry]) -> list[str]:
-    """A line for each thing that the parent's history has otherwise."""
+def _find_differences(parent: Storage, origin: ForkOrigin, steps: Sequence[Entry]) -> list[str]:
+    """Return one line for each contradiction between the parent's history and the origin."""
     problems = []
     last = steps[-1] if steps else {"step": 0, "samples": 0}
     if (last["step"], last["samples"]) != (origin.step, origin.samples):
@@ -246,9 +267,8 @@ def _differences(parent: Storage, origin: ForkOrigin, steps: Sequence[Entry]) ->
     return problems
 
 
-def _gaps(spans: Mapping[str, Sequence[Span]], origin: ForkOrigin) -> list[str]:
-    """A line for each data set of which the ancestors took more or fewer samples than the fork
-    says."""
+def _find_gaps(spans: Mapping[str, Sequence[Span]], origin: ForkOrigin) -> list[str]:
+    """Return one line for each data set of which the ancestors took another number of samples."""
     taken = {key: sum(count for _, count in spans.get(key, ())) for key in origin.positions}
     return [
         f"{origin.url}: {taken[key]:,} samples of the data set {key[:12]} were taken, but the fork "
@@ -258,36 +278,37 @@ def _gaps(spans: Mapping[str, Sequence[Span]], origin: ForkOrigin) -> list[str]:
     ]
 
 
-def _untold(where: str) -> str:
+def _parent_mismatch(where: str) -> str:
+    """Return the message about a fork whose history does not name its parent."""
     return f"{where}: its history does not begin with the parent that run.json names"
 
 
 _FIRST = 1
-"""The attempt of a fork that did nothing but begin it."""
+"""Attempt number of a fork's beginning, in which no step is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fork:
-    """A run that is to go on from another one's checkpoint."""
+    """A run to be begun from another run's checkpoint."""
 
     run: Storage
-    """Its folder; nothing is in it yet."""
+    """Its folder, still empty."""
     recipe: Recipe
     data: tuple[DataSet, ...]
-    """That of every phase."""
+    """The data set of every phase."""
     parent: Storage
     commit: Commit
     """The parent's checkpoint."""
     positions: Mapping[str, int]
-    """As `ForkOrigin` has them."""
+    """See `ForkOrigin.positions`."""
     fresh_optimizer: bool
-    """Whether the optimizer's state stays behind."""
+    """Whether to begin without the parent's optimizer state."""
     mixtures: Mixtures | None = None
-    """As `RunIdentity` has them."""
+    """See `RunIdentity.mixtures`."""
 
     @property
     def origin(self) -> ForkOrigin:
-        """The parent, by place and checksum."""
+        """The location and checksum of the parent's checkpoint."""
         marker = self.parent.read("checkpoints", self.commit.folder, MARKER)
         return ForkOrigin(
             url=self.parent.uri(),
@@ -303,19 +324,20 @@ class Fork:
 def begin_fork(fork: Fork) -> None:
     """Write the folder of a fork, as a run that was stopped after the parent's step.
 
-    A run begins to exist with the last file that is written. Nothing is left of a fork that fails.
+    If it fails, nothing is left in the folder.
 
     Raises:
-        UserError: the parent's checkpoint has gone, the folder holds something or another command
-            works in it, or it cannot be written.
+        UserError: the parent's checkpoint is gone, the folder is in use or not empty, or it cannot
+            be written.
     """
     try:
-        with claim(fork.run, "run", lost=_refuse):
+        with claim(fork.run, "run", lost=_raise_user_error):
             if folder_kind(fork.run) != "nothing":
                 raise UserError(f"{fork.run.uri()}: was begun by another command just now")
             try:
                 _write(fork)
             except BaseException:
+                # run.json is the last file, so it cannot exist here.
                 for name in ("checkpoints", "history", RECIPE_FILE):
                     fork.run.delete(name)
                 raise
@@ -325,44 +347,51 @@ def begin_fork(fork: Fork) -> None:
 
 def _write(fork: Fork) -> None:
     origin = fork.origin
+    # A parent that died may have left lines in the commit only; write them, as the audit of the
+    # fork reads the parent's history. A live parent writes its own.
     if owner_is_alive(fork.parent) is False:
         restore_history(fork.parent.sub("history"), fork.commit)
     _copy_commit(fork)
-    writer = HistoryWriter(fork.run.sub("history"), _FIRST, _refuse, writer="d")
-    writer.add(FORKED, _entry(origin))
+    writer = HistoryWriter(fork.run.sub("history"), _FIRST, _raise_user_error, writer="d")
+    writer.add(FORKED, _fork_entry(origin))
     writer.flush()
+    # run.json comes last: a run begins to exist with it.
     write_identity(
         fork.run,
-        RunIdentity(name=_name(fork.run), data=fork.data, origin=origin, mixtures=fork.mixtures),
+        RunIdentity(
+            name=_run_name(fork.run), data=fork.data, origin=origin, mixtures=fork.mixtures
+        ),
         fork.recipe,
     )
 
 
-def _entry(origin: ForkOrigin) -> dict[str, Any]:
+def _fork_entry(origin: ForkOrigin) -> dict[str, Any]:
     values = origin.model_dump(mode="json", exclude={"url", "positions"})
     return {"parent": origin.url, **values}
 
 
 def _copy_commit(fork: Fork) -> None:
-    """Copies the parent's checkpoint, as one of the fork's first attempt; the marker last."""
+    """Copy the parent's checkpoint as a checkpoint of the fork's first attempt."""
     source, target = fork.parent.sub("checkpoints"), fork.run.sub("checkpoints")
     token = fork.commit.folder.rpartition("-")[2]
     own = fork.commit.model_copy(
         update={
             "folder": str(FolderName(_FIRST, fork.commit.step, token)),
-            "extra": _extra(fork),
+            "extra": _fork_extra(fork),
         }
     )
     for name in own.files:
         _copy_file(source.sub(fork.commit.folder), target.sub(own.folder), name)
     if wrong := size_problems(target, own):
         raise UserError(f"checkpoint {target.uri(own.folder)}: {wrong[0]}")
+    # The marker comes last: it makes the checkpoint exist.
     target.write(own.to_json(), own.folder, MARKER)
 
 
-def _extra(fork: Fork) -> dict[str, Any]:
-    """The parent's, without its history, and without its evaluation: that of other data or of
-    another average would compete with the fork's own."""
+def _fork_extra(fork: Fork) -> dict[str, Any]:
+    """Return the checkpoint's `extra` without the parent's history and evaluation."""
+    # The evaluation is of other data or of another average, and would compete with the fork's own
+    # ones for `best`.
     kept = {
         key: value
         for key, value in without_history(fork.commit.extra).items()
@@ -372,10 +401,11 @@ def _extra(fork: Fork) -> dict[str, Any]:
 
 
 def _copy_file(source: Storage, target: Storage, name: str) -> None:
-    """Copies a file; on one disk of this machine both are the same, as neither ever changes."""
+    """Copy a file, or link it if source and target are on one local disk."""
     if source.is_local and target.is_local:
         Path(target.path()).mkdir(parents=True, exist_ok=True)
         try:
+            # Safe, because files of checkpoints never change; saves time and disk space.
             os.link(source.path(name), target.path(name))
             return
         except OSError:  # another disk, or one without links
@@ -384,9 +414,10 @@ def _copy_file(source: Storage, target: Storage, name: str) -> None:
         copyfileobj(original, copy)
 
 
-def _name(run: Storage) -> str:
+def _run_name(run: Storage) -> str:
     return run.uri().rpartition("/")[2]
 
 
-def _refuse(line: str) -> None:
+def _raise_user_error(line: str) -> None:
+    """Raise a `UserError` with a line."""
     raise UserError(line)

@@ -1,9 +1,9 @@
-"""The history of a run: what every step did, kept beside the checkpoints, through all restarts.
+"""The history of a run: one JSON line per event, kept next to the checkpoints across all restarts.
 
-It is written in parts, a line an entry: by rank 0 of every group of workers as
-`<attempt>-<part>.jsonl`, by the driver, which learns of lost groups, as `<attempt>-d<part>.jsonl`.
-What a commit contains is in the history before the commit is begun: lines that no part has yet
-travel in the commit, and the next attempt writes them.
+The history is stored in parts. Rank 0 of every group of workers writes `<attempt>-<part>.jsonl`;
+the driver, which learns of lost groups, writes `<attempt>-d<part>.jsonl`. Before a commit begins,
+every line about its steps is either in a part or travels inside the commit; in the second case the
+next attempt writes these lines.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ Entry = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Event:
-    """Where the run went on from."""
+    """The state from which a run continued."""
 
     attempt: int
-    """Who went on, or returned."""
+    """The attempt that continued, or the number given to a user's return to a checkpoint."""
     step: int
     origin: int | None
-    """The attempt that was returned to; None: the one before."""
+    """The attempt of the checkpoint that was returned to; None: the previous attempt."""
 
 
 class Lineage:
-    """The states that count, event by event in the order of the history."""
+    """The states that are part of the run's current past, derived from its history in order."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
 
     def event(self, entry: Entry) -> Event | None:
-        """Takes an entry; None where it changes nothing."""
+        """Read one entry; return the event that it describes, or None if it describes none."""
         if entry["kind"] not in ("started", "returned"):
             return None
         folder = FolderName.parse(entry.get("commit", "")) if entry["kind"] == "returned" else None
@@ -67,32 +67,32 @@ class Lineage:
         return event
 
     def left(self, event: Event, counting: Sequence[Entry], seen: Sequence[Entry]) -> list[Entry]:
-        """The entries that count after the newest event.
+        """Return the entries that still count after the newest event.
 
         Args:
-            event: the newest.
-            counting: entries, each about a step, that counted before it.
-            seen: all that there were before it.
+            event: the newest event.
+            counting: entries about steps that counted before the event.
+            seen: all entries about steps before the event.
         """
         if event.origin is None:
             return [entry for entry in counting if entry["step"] <= event.step]
         return [entry for entry in seen if self.counts(entry["attempt"], entry["step"])]
 
     def counts(self, attempt: int, step: int) -> bool:
-        """Whether a state of that attempt, after that step, is one of the run's as it is now."""
+        """Return whether the state of an attempt after a step is part of the run's current past."""
         return self.contradiction(attempt, step) is None
 
     def contradiction(self, attempt: int, step: int) -> Event | None:
-        """The newest event by which that state counts no more; None: it counts.
-
-        An attempt without an event left no line on storage: the run knows nothing of it.
-        """
+        """Return the newest event that discarded a state, or None if the state still counts."""
         newest = None
         for event in reversed(self._events):
+            # The attempt began after this event or with it. An attempt without any event left no
+            # line on storage: the history knows nothing of it.
             if event.attempt <= attempt and event.origin is None:
                 return None
             if newest is not None and event.attempt > newest:
-                continue  # returned behind it
+                # A later return to an older checkpoint has already discarded this event.
+                continue
             if step > event.step:
                 return event
             if event.origin is not None:
@@ -103,16 +103,17 @@ class Lineage:
 
 
 SEALED = "sealed"
-"""Kind of the line that ends a part, with the checksum of the lines above."""
+"""Kind of the last line of a part, which holds the checksum of the lines above it."""
 SET_ASIDE = "set_aside"
-"""The folder of the history for parts that do not belong to it."""
+"""Subfolder of the history for parts that do not belong to it."""
+# A torn seal still begins with these bytes, so it is not mistaken for an entry.
 _SEAL_START = b'{"kind": "sealed"'
 _PART_PATTERN = re.compile(r"(?P<attempt>[0-9]{4,9})-(?P<writer>d?)(?P<part>[0-9]{8})\.jsonl")
 
 
 @dataclass(frozen=True, order=True)
 class PartName:
-    """The name of a part. Sorted, the parts are in the order of the history."""
+    """The name of a part; sorted names are in the order of the history."""
 
     attempt: int
     writer: str
@@ -124,92 +125,95 @@ class PartName:
 
     @property
     def next(self) -> Self:
-        """The one after it, of the same writer."""
+        """The name of the same writer's next part."""
         return type(self)(self.attempt, self.writer, self.part + 1)
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """The parts of a file's name; None for a file that a killed writer or a user left."""
-        found = _PART_PATTERN.fullmatch(name)
-        if not found:
+        """Parse a file name; return None for a file that a killed writer or a user left."""
+        match = _PART_PATTERN.fullmatch(name)
+        if not match:
             return None
-        parsed = cls(int(found["attempt"]), found["writer"], int(found["part"]))
+        parsed = cls(int(match["attempt"]), match["writer"], int(match["part"]))
         return parsed if str(parsed) == name else None
 
 
 class Seal(Record):
-    """The last line of a part. Histories of earlier versions have none."""
+    """The last line of a part. Histories of earlier versions have no seals."""
 
     kind: str = SEALED
     part: str
-    """The name of the part itself."""
+    """The name of the part that the seal was written for."""
     before: Any = None
     """Earlier versions linked each part to the one before it; not checked."""
     lines: NonNegativeInt
     sha256: str
-    """The checksum of the lines above."""
+    """The SHA-256 of the lines above."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part as it is read."""
+    """One part as read from storage."""
 
     name: PartName
     lines: tuple[bytes, ...]
-    """Without the seal; each as it is, with its end."""
+    """The lines without the seal, unparsed, each with its line end."""
     seal: Seal | None
-    """None: it has none, or none that can be read."""
+    """None if the part has no seal or an unreadable one."""
 
     @property
     def foreign_reason(self) -> str:
-        """Return why it does not belong to this place in the history; empty if it does."""
+        """Return why the part does not belong to this place in the history; empty if it does."""
         if self.seal:
+            # A part that was copied from another place keeps the seal of the original.
             own = self.seal.part
             return f"a copy of {own}" if own != str(self.name) else ""
+        # The driver writes about attempts of other numbers, so only rank 0's parts are checked.
         attempt = _first_attempt(self) if not self.name.writer else None
         is_other = attempt not in (None, self.name.attempt)
         return f"its lines are of attempt {attempt}" if is_other else ""
 
     @property
     def has_torn_seal(self) -> bool:
-        """Whether a line looks like a seal and is none, or has lines after it."""
+        """Whether a seal is damaged or is followed by further lines."""
         return any(is_seal(line) for line in self.lines)
 
 
 def is_seal(line: bytes) -> bool:
-    """Whether a line is a seal, whole or torn."""
+    """Return whether a line is a seal, complete or torn."""
     return line.startswith(_SEAL_START)
 
 
 def digest(lines: Iterable[bytes]) -> str:
-    """The SHA-256 of lines, as `sha256sum` prints it."""
+    """Return the SHA-256 of the joined lines, as `sha256sum` prints it."""
     return hashlib.sha256(b"".join(lines)).hexdigest()
 
 
 def sealed(name: PartName, lines: bytes) -> bytes:
-    """Return the bytes of a part of that name: its lines and their seal."""
+    """Return the bytes of a part: its lines followed by their seal."""
     number = len(lines.splitlines())
     seal = Seal(part=str(name), lines=number, sha256=digest([lines]))
     return lines + json.dumps(seal.model_dump(exclude={"before"})).encode() + b"\n"
 
 
 def parse_part(name: PartName, data: bytes) -> Part:
-    """A part from its bytes. Its lines are not looked at."""
+    """Split bytes into the lines and the seal of a part, without parsing the lines."""
     lines = tuple(data.split(b"\n"))
     whole = tuple(line + b"\n" for line in lines[:-1]) + ((lines[-1],) if lines[-1] else ())
     if not whole or not is_seal(whole[-1]):
         return Part(name, whole, None)
     try:
+        # A seal that cannot be parsed stays among the lines, for `has_torn_seal` to report.
         return Part(name, whole[:-1], parse_record(Seal, whole[-1], str(name)))
     except UserError:
         return Part(name, whole, None)
 
 
 def read_part(storage: Storage, name: PartName) -> Part:
-    """A part of a history.
+    """Read one part of a history.
 
     Raises:
-        UserError: it is no file, or cannot be read.
+        UserError: the part is not a file or cannot be read.
     """
     try:
         return parse_part(name, read_bytes(storage, str(name)))
@@ -218,96 +222,99 @@ def read_part(storage: Storage, name: PartName) -> Part:
 
 
 def part_names(storage: Storage) -> list[PartName]:
-    """The names of all parts, in order.
+    """Return the names of all parts, in order.
 
     Raises:
-        UserError: the history is no folder.
+        UserError: the history is not a folder.
     """
     return sorted(part for name in list_names(storage) if (part := PartName.parse(name)))
 
 
 def _first_attempt(part: Part) -> int | None:
-    """Return the attempt that the first line names."""
+    """Return the attempt in the first line, or None if there is no valid one."""
     try:
-        named = json.loads(part.lines[0])["attempt"]
+        attempt = json.loads(part.lines[0])["attempt"]
     except (IndexError, ValueError, LookupError, TypeError, RecursionError):
         return None
-    return named if isinstance(named, int) else None
+    return attempt if isinstance(attempt, int) else None
 
 
 def _part_problems(storage: Storage, parts: Sequence[Part]) -> Iterator[str]:
-    """Yield a line for each part that is not as it was written, or is missing between others."""
+    """Yield one line for each part that was altered, or that is missing between other parts."""
     is_sealed = {part.name.writer: False for part in parts}
     for part in parts:
-        where, seal = storage.uri(str(part.name)), part.seal
+        uri, seal = storage.uri(str(part.name)), part.seal
         if part.foreign_reason:
             yield foreign_line(storage, part.name, part.foreign_reason)
         elif seal and (seal.lines, seal.sha256) != (len(part.lines), digest(part.lines)):
-            yield f"{where}: altered: its lines are not those that were sealed"
+            yield f"{uri}: altered: its lines are not those that were sealed"
         elif part.has_torn_seal:
-            yield f"{where}: altered: its seal is not its last line, or torn"
+            yield f"{uri}: altered: its seal is not its last line, or torn"
         elif not part.lines and not seal:
-            yield f"{where}: empty: its lines are lost"
+            yield f"{uri}: empty: its lines are lost"
+        # Earlier versions wrote no seals: only a part after a sealed one must have a seal.
         elif not seal and is_sealed[part.name.writer]:
-            yield f"{where}: altered: it has no seal"
+            yield f"{uri}: altered: it has no seal"
         is_sealed[part.name.writer] |= seal is not None
     for name in _missing(storage, [part.name for part in parts if not part.foreign_reason]):
         yield f"{storage.uri(str(name))}: missing: there are later parts of its writer"
 
 
 def _missing(storage: Storage, names: Sequence[PartName]) -> list[PartName]:
-    """Return the first part of every gap in the numbers of an attempt's writer."""
+    """Return the first part of every gap in the numbering of each attempt's writers."""
     firsts = {PartName(name.attempt, name.writer, 0) for name in names}
     gaps = (firsts | {name.next for name in names}) - set(names)
     last = {(name.attempt, name.writer): name.part for name in names}
     gaps = {name for name in gaps if name.part < last[name.attempt, name.writer]}
     if gaps:
+        # Parts that `go_back` set aside are expected to be missing.
         gaps -= {name for text in list_names(storage, SET_ASIDE) if (name := PartName.parse(text))}
     return sorted(gaps)
 
 
 def foreign_line(storage: Storage, name: PartName, why: str) -> str:
-    """Return the line that says why a part does not belong to the history."""
+    """Return the message for a part that does not belong to the history."""
     return f"{storage.uri(str(name))}: not of this history: {why}"
 
 
 FORKED = "forked"
-"""The kind of the entry, in a fork's history, that names its parent."""
+"""Kind of the entry in a fork's history that names the parent run."""
 _PART, _LINES, _HEAD = "history_part", "history_lines", "history_head"
-"""Keys of a commit's `extra`; earlier versions wrote the last one, too."""
+"""Keys of a commit's `extra`. Only earlier versions wrote `history_head`."""
+# Every part is a file, so more frequent writing would leave many small ones.
 PART_SECONDS = 15.0
-"""Entries that no commit waits for are written this often: each part is a file."""
+"""Interval at which entries are written if no commit waits for them."""
 _READ_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """All of a history, and whether it is as it was written."""
+    """A complete history and the problems found in it."""
 
     entries: list[dict[str, Any]]
-    """Those of the parts that belong to it, in the order they were written; an attempt's own before
-    those that the driver wrote about it."""
+    """Entries of the parts that belong to the history, in order of writing. Within an attempt, the
+    entries of its rank 0 precede those of the driver."""
     foreign: tuple[str, ...]
-    """A line for each part that does not belong to it."""
+    """One line for each part that does not belong to the history."""
     problems: tuple[str, ...]
-    """A line for each thing that is not as it was written, foreign parts included."""
+    """One line for each part that was altered, is missing or does not belong to the history."""
 
 
 def next_attempt(storage: Storage) -> int:
-    """1 for a new run, then one more for every group of workers that wrote into the history."""
+    """Return 1 for a new run, else one more than the newest attempt in the history."""
     return max((part.attempt for part in part_names(storage)), default=0) + 1
 
 
 def read(storage: Storage) -> list[dict[str, Any]]:
-    """The entries of a history, see `look`."""
+    """Return the entries of a history; see `look`."""
     return look(storage).entries
 
 
 def look(storage: Storage) -> History:
-    """Read a history.
+    """Read a history and check its parts.
 
     Raises:
-        UserError: a part was altered: torn, not JSON, or with a value that cannot be.
+        UserError: a line was altered: it is torn, not JSON, or has an impossible value.
     """
     parts = read_parts(storage)
     return History(
@@ -322,11 +329,12 @@ def look(storage: Storage) -> History:
 
 
 def read_lineage(storage: Storage) -> Lineage:
-    """Which states count, by as few parts as tell it: the first of every attempt, and the driver's.
+    """Read the lineage of a run from as few parts as possible.
 
     Raises:
-        UserError: one of them was altered.
+        UserError: one of these parts was altered.
     """
+    # `started` is always in the first part of an attempt, `returned` always in one of the driver's.
     parts = read_parts(storage, lambda name: bool(name.writer) or name.part == 0)
     lineage = Lineage()
     for entry in entries_of(storage, parts):
@@ -335,10 +343,10 @@ def read_lineage(storage: Storage) -> Lineage:
 
 
 def read_told(storage: Storage, kind: str) -> list[dict[str, Any]]:
-    """The driver's entries of a kind, by its own parts alone.
+    """Return the driver's entries of one kind, read from the driver's parts alone.
 
     Raises:
-        UserError: one of them was altered.
+        UserError: one of these parts was altered.
     """
     parts = read_parts(storage, lambda name: bool(name.writer))
     entries = entries_of(storage, parts)
@@ -348,10 +356,10 @@ def read_told(storage: Storage, kind: str) -> list[dict[str, Any]]:
 def read_parts(
     storage: Storage, wanted: Callable[[PartName], bool] = lambda name: True
 ) -> list[Part]:
-    """The parts that are wanted, in order, without a look at their lines.
+    """Read the parts whose name satisfies `wanted`, in order, without parsing their lines.
 
     Raises:
-        UserError: one is no file, or cannot be read.
+        UserError: a part is not a file or cannot be read.
     """
     names = [name for name in part_names(storage) if wanted(name)]
     if len(names) <= _READ_THREADS and storage.is_local:  # threads would take longer to start
@@ -361,7 +369,7 @@ def read_parts(
 
 
 def entries_of(storage: Storage, parts: Iterable[Part]) -> list[dict[str, Any]]:
-    """Return the entries of the parts that belong to the history, in order.
+    """Return the entries of those parts that belong to the history, in order.
 
     Raises:
         UserError: a line was altered.
@@ -376,20 +384,21 @@ def entries_of(storage: Storage, parts: Iterable[Part]) -> list[dict[str, Any]]:
 
 
 def surviving_steps(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The steps that no later attempt rolled back, in the order they were done.
+    """Return the steps that no later attempt rolled back, in the order in which they were done.
 
-    In a sound history they are 1, 2, 3...; in one that is not, steps are missing or twice there.
+    In an intact history they are numbered 1, 2, 3...; in a damaged one, steps are missing or
+    duplicated.
     """
     return _surviving(entries, "step")
 
 
 def surviving_evaluations(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The evaluations of the steps that no later attempt rolled back, in order."""
+    """Return the evaluations of steps that no later attempt rolled back, in order."""
     return _surviving(entries, "evaluated")
 
 
 def _surviving(entries: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
-    """The entries of that kind, each about a step, that no later attempt went back behind."""
+    """Return the entries of a kind, each about a step, that no later attempt rolled back."""
     lineage, found, seen = Lineage(), list[Mapping[str, Any]](), list[Mapping[str, Any]]()
     for entry in entries:
         if entry["kind"] == kind:
@@ -401,38 +410,41 @@ def _surviving(entries: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[
 
 
 def effective_steps(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The steps that made the model what it is, each once: those a later attempt rolled back are
-    left out."""
+    """Return the steps that produced the current model, each once and without rolled-back ones."""
     steps = {entry["step"]: entry for entry in surviving_steps(entries)}
+    # In a damaged history a step can occur twice: the dict keeps the later one.
     return [steps[step] for step in sorted(steps)]
 
 
 def world_sizes(entries: Iterable[Mapping[str, Any]]) -> list[int]:
-    """World size of every group of workers that was ready for a step, in order."""
+    """Return the world size of every group of workers that became ready for a step, in order."""
     return [entry["world_size"] for entry in entries if entry["kind"] == "started"]
 
 
 def restore_part(storage: Storage, name: str, data: bytes) -> bool:
-    """Writes a part that its own writer could not, because it was killed first.
+    """Write a part whose own writer was killed before it could write it.
+
+    If the part exists already, only the lines that it lacks are written, as the next part.
 
     Args:
-        storage: the run's folder of history.
-        name: what the writer's `part_name` was.
-        data: what its `pending` was.
+        storage: the run's history folder.
+        name: the first value of the writer's `unwritten`.
+        data: the second value of the writer's `unwritten`.
 
     Returns:
-        Whether anything was written. Parts that are there are left as they are: their writer came
-        as far, or further. What they lack goes into the part after them.
+        Whether anything was written.
 
     Raises:
-        ValueError: that is no name of a part.
+        ValueError: `name` is not the name of a part.
     """
     part = PartName.parse(name)
     if part is None:
         raise ValueError(f"{name}: expected the name of a part, such as {PartName(1, '', 0)}")
     while data and storage.exists(str(part)):
-        held = b"".join(read_part(storage, part).lines)
-        data = data[len(held) :] if data.startswith(held) else b""
+        # The original writer may have got this far or further: keep its part, and write only the
+        # lines after it to the next part.
+        stored_lines = b"".join(read_part(storage, part).lines)
+        data = data[len(stored_lines) :] if data.startswith(stored_lines) else b""
         part = part.next
     if data:
         storage.write(sealed(part, data), str(part))
@@ -440,16 +452,16 @@ def restore_part(storage: Storage, name: str, data: bytes) -> bool:
 
 
 class HistoryWriter:
-    """Writes the history of one attempt, or what the driver has to say about it.
+    """Writer of the history of one attempt, or of the driver's entries about it.
 
-    Any thread may use it. Adding never waits for storage. It never writes over a part of another
-    writer, and goes on after the last one of its own name.
+    Any thread may use it, and `add` never waits for storage. It never overwrites a part: it
+    continues after the last existing part of the same attempt and writer.
 
     Args:
-        storage: the run's folder of history.
+        storage: the run's history folder.
         attempt: from `next_attempt`.
-        warn: called with one line where storage does not take a part; it is tried again later.
-        writer: a letter that tells its parts from those of rank 0, whose letter is none.
+        warn: called with one line if storage rejects a part; the part is written again later.
+        writer: letter that distinguishes this writer's parts; empty for rank 0.
     """
 
     def __init__(
@@ -458,26 +470,28 @@ class HistoryWriter:
         self._warn = warn
         self._storage = storage
         self._lines: list[bytes] = []
-        self._next = _after_the_last(storage, attempt, writer)
+        self._next = _first_free_name(storage, attempt, writer)
         self._written = time.monotonic()
         self._of_lines, self._of_storage = Lock(), Lock()
 
     def unwritten(self) -> tuple[str, bytes]:
-        """The lines that are not on storage yet, after the name of the part they will be in."""
+        """Return the name of the next part and the lines that it will have."""
         with self._of_lines:
             return str(self._next), b"".join(self._lines)
 
     def add(self, kind: str, entry: Mapping[str, Any]) -> None:
-        """Adds an entry; it is on storage after the next `flush`, or some seconds later."""
+        """Add an entry, to be written by the next `flush` or within some seconds."""
         now = {
             "time": round(time.time(), 3),
             "clock": monotonic_clock(),
             "monotonic": round(time.monotonic(), 6),
         }
-        if "time" in entry:  # of another moment
+        # The entry describes an earlier moment, to which the current clock does not apply.
+        if "time" in entry:
             now = {}
         line = {"kind": kind, "attempt": self._next.attempt, **now, **entry}
         with self._of_lines:
+            # Serialised here, so that later changes to the entry have no effect.
             self._lines.append(json.dumps(line).encode() + b"\n")
             is_time = time.monotonic() - self._written > PART_SECONDS
             if is_time:
@@ -486,11 +500,12 @@ class HistoryWriter:
             Thread(target=self.flush, name="elastrata-history", daemon=True).start()
 
     def flush(self) -> bool:
-        """Writes what has been added since the last time, and waits for it.
+        """Write all entries added so far, and wait for storage.
 
         Returns:
-            Whether storage has all that had been added by then.
+            Whether every entry added before the call is on storage.
         """
+        # `_of_storage` serialises writers; `_of_lines` is held briefly, so `add` never waits.
         with self._of_storage:
             with self._of_lines:
                 lines, part = list(self._lines), self._next
@@ -499,10 +514,12 @@ class HistoryWriter:
                 return True
             try:
                 self._storage.write(sealed(part, b"".join(lines)), str(part))
+            # Storage backends raise errors of many types; none may end the training.
             except Exception as error:
                 self._warn(f"history cannot be written to {self._storage.url} for now: {error}")
                 return False
             with self._of_lines:
+                # Lines added during the write stay for the next part.
                 del self._lines[: len(lines)]
                 self._next = part.next
             return True
@@ -510,10 +527,10 @@ class HistoryWriter:
 
 @cache
 def monotonic_clock() -> str:
-    """Return a name for the clock that `time.monotonic` reads: one name, one clock.
+    """Return an identifier of the clock that `time.monotonic` reads.
 
-    On Linux that is the host's, until it is started anew: its processes have one time, however
-    often the wall clock is set. Where the system does not say so, every process has its own.
+    Two processes with the same identifier share a clock: on Linux, all processes of a host until it
+    reboots. If the system does not reveal its boot id, every process gets a different identifier.
     """
     boot_id, _ = here()
     if boot_id is None:
@@ -523,7 +540,8 @@ def monotonic_clock() -> str:
     return sha256(boot_id.encode()).hexdigest()[:8]
 
 
-def _after_the_last(storage: Storage, attempt: int, writer: str) -> PartName:
+def _first_free_name(storage: Storage, attempt: int, writer: str) -> PartName:
+    """Return the name of the part after the last existing one of an attempt's writer."""
     known = [
         part.part
         for part in part_names(storage)
@@ -533,45 +551,43 @@ def _after_the_last(storage: Storage, attempt: int, writer: str) -> PartName:
 
 
 def take_over(run: Storage, commit: Commit | None) -> int:
-    """Makes the history whole that the next attempt goes on with.
-
-    Lines that died with the worker who had yet to write them, and travelled in the commit, are
-    written.
+    """Complete the history before the next attempt continues it.
 
     Args:
-        run: its folder.
-        commit: what it continues from; None: nothing, or another run's.
+        run: the run's folder.
+        commit: the commit to continue from; None if it is another run's or there is no commit.
 
     Returns:
-        The number of the attempt, higher than that of any before.
+        The number of the new attempt, greater than every earlier one.
     """
     storage = run.sub("history")
     if commit:
+        # The previous rank 0 may have died before it wrote the lines that travelled in the commit.
         restore_history(storage, commit)
     return max(next_attempt(storage), _last_saved(run.sub("checkpoints")) + 1)
 
 
 def _last_saved(checkpoints: Storage) -> int:
-    """The last attempt that has saved; 0 for none, or where the folder is none any more: then the
-    run goes on from memory, and its history knows the attempts."""
+    """Return the last attempt that saved a checkpoint; 0 if there is none or no readable folder."""
     try:
+        # If the folder is gone, the run continues from memory, and its history knows the attempts.
         return max((folder.attempt for folder in folders(checkpoints)), default=0)
     except UserError:
         return 0
 
 
 def unwritten(writer: HistoryWriter) -> dict[str, Any]:
-    """Return the unwritten lines, for a commit's `extra`."""
+    """Return the lines not yet on storage, as part of a commit's `extra`."""
     part, lines = writer.unwritten()
     return {_PART: part, _LINES: lines.decode()}
 
 
 def restore_history(storage: Storage, commit: Commit) -> None:
-    """Writes the lines that travelled in a commit; nothing happens where they are there.
+    """Write the history lines that travelled in a commit, unless they are on storage already.
 
     Args:
-        storage: the run's folder of history.
-        commit: of any tier.
+        storage: the run's history folder.
+        commit: a commit of any tier.
     """
     part, lines = commit.extra.get(_PART), commit.extra.get(_LINES)
     if isinstance(part, str) and isinstance(lines, str) and PartName.parse(part):
@@ -579,15 +595,15 @@ def restore_history(storage: Storage, commit: Commit) -> None:
 
 
 def without_history(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """A commit's `extra` without what travels in it of its run's history."""
+    """Return a commit's `extra` without the history lines that travel in it."""
     return {key: value for key, value in extra.items() if key not in (_PART, _LINES, _HEAD)}
 
 
 def unwritten_entries(commit: Commit) -> list[dict[str, Any]]:
-    """Return the entries of the history that travel in a commit.
+    """Return the history entries that travel in a commit.
 
     Raises:
-        UserError: one was altered.
+        UserError: an entry was altered.
     """
     lines = commit.extra.get(_LINES)
     where = f"checkpoint {commit.folder}"

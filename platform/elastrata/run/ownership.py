@@ -1,8 +1,8 @@
-"""The ownership of a run: at most one driver works on it; `docs/faults.md` says how that is kept.
+"""Ownership of a run: at most one driver works on it; `docs/faults.md` describes the protocol.
 
-The owner's process writes `driver.json` into the run's folder again every few seconds, with a
-counter that grows. Storage that many hosts share knows no lock that works everywhere, so a second
-driver looks at the process where it can, and else at whether the counter still moves.
+The owner rewrites `driver.json` in the run's folder every few seconds, with an increasing counter
+(a heartbeat). A second driver checks whether the owner's process exists if it can see it, and
+otherwise whether the counter still increases.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from elastrata_pipelines.storage import Storage
 
 DRIVER_FILE = "driver.json"
 BEAT_SECONDS = 5.0
-"""The file is written this often."""
+"""Interval between two heartbeats."""
 WATCHED_BEATS = 3
-"""A driver that nothing can be seen of but its file is dead when it misses this many beats."""
+"""A driver of which only the file is visible is dead if it misses this many heartbeats."""
 FRESH_BEATS = 4
-"""A file no older than this many beats is, for a first look, that of a living driver."""
+"""A single look takes a driver for alive if its file is at most this many heartbeats old."""
 _FIRST_LOOK_SECONDS = 1.0
-"""How soon the owner looks at its file again: a rival that started at the same moment shows."""
+"""Delay of the owner's first check for a rival that started at the same moment."""
+# An unreachable storage must not keep the process from ending.
 _CLOSING_SECONDS = 10.0
-"""How long the end of a run waits for storage to take the last word."""
+"""Time limit for writing the release at the end of a run."""
 
 Time = Annotated[float, Field(ge=0, lt=2**37, allow_inf_nan=False)]
 
 
 class NewestStep(BaseModel):
-    """The newest step that the owner has heard of; the history has it some seconds later."""
+    """The newest step reported to the owner; the history contains it some seconds later."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,52 +51,51 @@ class NewestStep(BaseModel):
     samples: NonNegativeInt
     tokens: NonNegativeInt
     loss: Annotated[float, Field(allow_inf_nan=False)] | None
-    """None: not finite."""
+    """None if not finite."""
 
 
 class Owner(BaseModel):
-    """Who drives a run; what `driver.json` says."""
+    """The driver of a run; the content of `driver.json`."""
 
     model_config = ConfigDict(frozen=True)
 
     token: str
-    """Random; another one for every launch."""
+    """Random identifier of one launch."""
     host: str
     boot_id: str | None
-    """The host's boot id, new at every start; None where its system has none."""
+    """The host's boot id, new at every boot; None if the system has none."""
     pid_namespace: str | None
-    """The namespace that `pid` counts in: containers of one host share its boot id, not its process
-    ids."""
+    """The PID namespace of `pid`. Containers on one host share its boot id, but not its PIDs."""
     pid: Annotated[PositiveInt, Field(lt=2**31)]
     process_start: NonNegativeInt | None
-    """Clock ticks from the host's start to that of the process: it tells two processes of one pid
-    apart."""
+    """Clock ticks from the host's boot to the process's start; distinguishes processes of equal
+    PID."""
     since: Time
-    """Unix time, by the host's own clock, at which it became the owner."""
+    """Unix time, by the owner's clock, at which it became the owner."""
     beat: NonNegativeInt = 0
-    """Grows from one writing of the file to the next."""
+    """Counter that increases with every write of the file."""
     beat_seconds: Annotated[PositiveFloat, Field(le=60.0)]
-    """How often the file is written."""
+    """Interval between two writes of the file."""
     time: Time
-    """Unix time, by the host's own clock, of the newest beat."""
+    """Unix time, by the owner's clock, of the newest heartbeat."""
     released: bool = False
-    """Whether it has ended and said so."""
+    """Whether the owner has ended and released the run."""
     folder: str | None = None
-    """The folder that it owns: a copy of this file in another folder owns nothing. None: written by
-    an earlier version."""
+    """The folder that it owns; None if written by an earlier version. A copy of this file in
+    another folder owns nothing."""
     newest: NewestStep | None = None
-    """None: no step yet."""
+    """None before the first step."""
 
     @property
     def process(self) -> Process | None:
-        """The process; None where its system did not show what tells it apart."""
+        """The owner's process; None if its system did not identify it unambiguously."""
         if self.boot_id is None or self.pid_namespace is None or self.process_start is None:
             return None
         return Process(self.boot_id, self.pid_namespace, self.pid, self.process_start)
 
     @property
     def lives(self) -> bool | None:
-        """Whether the process exists; None where this one cannot see that."""
+        """Whether the process exists; None if this process cannot see that."""
         return self.process.lives() if self.process else None
 
     def __str__(self) -> str:
@@ -104,36 +104,40 @@ class Owner(BaseModel):
 
 
 class Ownership:
-    """A run that this process drives, until the block of `own_run` ends or the run is lost."""
+    """A run owned by this process, until the block of `own_run` ends or the run is lost."""
 
     def __init__(self, run: Storage, owner: Owner, lost: Callable[[str], None]) -> None:
         self._run, self._owner, self._lost = run, owner, lost
         self._newest: NewestStep | None = None
         self._ending, self._was_lost = Event(), Event()
+        # A daemon thread, so that a hung storage does not block the interpreter's exit.
         self._thread = Thread(target=self._keep, name="elastrata-ownership", daemon=True)
         self._thread.start()
 
     @property
     def owner(self) -> Owner:
-        """The owner's file, as this process writes it, or tries to, with its newest beat."""
+        """The owner as last written, or as last tried, with its newest heartbeat."""
         return self._owner
 
     @property
     def is_lost(self) -> bool:
-        """Whether another driver has taken the run over: nothing may be written into it then."""
+        """Whether another driver has taken the run over; then nothing may be written into it."""
         return self._was_lost.is_set()
 
     def note(self, newest: NewestStep) -> None:
-        """Takes what the next beat is to say of the run."""
+        """Set the newest step that the next heartbeat reports."""
         self._newest = newest
 
     def release(self) -> None:
-        """Gives the run back. Waits some seconds for storage to take that in, but not for ever."""
+        """Release the run, waiting at most some seconds for storage."""
         self._ending.set()
         self._thread.join(_CLOSING_SECONDS)
 
     def _keep(self) -> None:
         # All writing is done here, so that no late beat can undo the release.
+        # The first check is early: two drivers that started together on a store without locks both
+        # may believe that they are alone.
+        """Write heartbeats until the run is released or lost."""
         wait = min(_FIRST_LOOK_SECONDS, self._owner.beat_seconds)
         while not self._ending.wait(wait):
             wait = self._owner.beat_seconds
@@ -143,7 +147,7 @@ class Ownership:
         self._beat(released=True)
 
     def _beat(self, *, released: bool = False) -> None:
-        """Writes the file anew, unless it is another driver's now."""
+        """Write the next heartbeat, unless the file belongs to another driver by now."""
         changed = {
             "beat": self._owner.beat + 1,
             "time": time.time(),
@@ -154,9 +158,10 @@ class Ownership:
         try:
             rival = read_owner(self._run)
             if rival is None or rival.token == self._owner.token:
+                # A missing file is written anew: a user may have deleted it by mistake.
                 _write(self._run, self._owner)
                 return
-        except Exception:  # storage is away, or damaged: the next beat tries again
+        except Exception:  # unreachable storage or a damaged file: the next beat retries
             return
         self._was_lost.set()
         self._lost(
@@ -173,35 +178,38 @@ def own_run(
     warn: Callable[[str], None] = lambda _: None,
     beat_seconds: float = BEAT_SECONDS,
 ) -> Iterator[Ownership]:
-    """Runs its block as the only driver of a run.
+    """Run the block as the only driver of a run.
 
     Args:
         run: the run's folder; it need not exist.
-        lost: called once, from a thread of its own, with one line, when another driver has taken
-            the run over (this process stood still for long, or could not reach the storage). It
-            must see to it that this process writes nothing more into the run.
-        warn: called with one line before it waits, and when it takes over from a dead driver.
-        beat_seconds: how often this driver shows that it lives.
+        lost: called once with one line, from a background thread, if another driver takes the run
+            over because this process was suspended or could not reach the storage. It must make
+            sure that this process writes nothing more into the run.
+        warn: called with one line before waiting, and before taking over from a dead driver.
+        beat_seconds: interval between two heartbeats.
 
     Raises:
         UserError: another driver works on the run, or the storage cannot be read or written.
     """
-    with _told(run, "read"):
-        before = read_owner(run)
-    if before and not before.released:
-        _refuse_beside(run, before, warn)
-    me = _this_process(beat_seconds).model_copy(update={"folder": run.uri()})
-    with _told(run, "written"), run.exclusive() as is_alone:
+    with _storage_errors(run, "read"):
+        # Looked at without the lock: watching a foreign driver takes several heartbeats.
+        previous_owner = read_owner(run)
+    if previous_owner and not previous_owner.released:
+        _refuse_if_alive(run, previous_owner, warn)
+    own_record = _this_process(beat_seconds).model_copy(update={"folder": run.uri()})
+    with _storage_errors(run, "written"), run.exclusive() as is_alone:
         rival = read_owner(run)
-        if not is_alone or (rival and not rival.released and rival.token != _token(before)):
+        # The owner may have changed since the first look.
+        if not is_alone or (rival and not rival.released and rival.token != _token(previous_owner)):
             raise UserError(
                 _in_use(run, rival) if rival else f"{run.uri()}: another command is beginning there"
             )
-        _write(run, me)
+        _write(run, own_record)
+        # Read back what storage has kept: of two simultaneous writers the later one wins.
         winner = read_owner(run)
-    if winner and winner.token != me.token:  # a remote store, which has no lock
+    if winner and winner.token != own_record.token:  # a remote store, which has no lock
         raise UserError(_in_use(run, winner))
-    ownership = Ownership(run, me, lost)
+    ownership = Ownership(run, own_record, lost)
     try:
         yield ownership
     finally:
@@ -209,7 +217,7 @@ def own_run(
 
 
 def read_owner(run: Storage) -> Owner | None:
-    """The driver that a run has, or had last; None where none was ever there.
+    """Return the run's current or last driver; None if it never had one.
 
     Raises:
         UserError: the file is damaged.
@@ -227,7 +235,8 @@ def read_owner(run: Storage) -> Owner | None:
 
 
 def _is_copied(run: Storage, owner: Owner) -> bool:
-    """Return whether the file came with a copy of a folder whose own driver it describes."""
+    """Return whether the file describes the driver of another folder, of which this is a copy."""
+    # Only local files can be compared with `samefile`.
     if owner.folder in (None, run.uri()) or not run.is_local:
         return False
     original = Path(owner.folder, DRIVER_FILE)
@@ -240,11 +249,12 @@ def _token(owner: Owner | None) -> str | None:
 
 
 def owner_is_alive(run: Storage) -> bool | None:
-    """Whether a driver works on the run, as far as one look can tell.
+    """Return whether a driver works on the run, as far as a single look shows.
 
     Returns:
-        True or False where the process can be looked at, or where there is none to look at. Of a
-        driver elsewhere: True where its newest beat is recent by this host's clock, else None.
+        True or False if the owner's process is visible, and False if no driver owns the run. For a
+        driver on another host: True if its newest heartbeat is recent by this host's clock, else
+        None.
 
     Raises:
         UserError: the file is damaged.
@@ -254,29 +264,30 @@ def owner_is_alive(run: Storage) -> bool | None:
         return False
     if (seen := owner.lives) is not None:
         return seen
+    # A recent heartbeat proves life; an old one proves nothing, as clocks of hosts differ.
     return abs(time.time() - owner.time) <= FRESH_BEATS * owner.beat_seconds or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """All that can be known about the process that drives a run."""
+    """The known facts about the process that drives a run."""
 
     alive: bool | None = None
-    """None: nobody can tell."""
+    """None if unknown."""
     since: float = 0.0
-    """Unix time at which it took the run over."""
+    """Unix time at which it became the owner."""
     seen: float = 0.0
-    """Unix time of its last sign of life."""
+    """Unix time of its last heartbeat."""
     newest: NewestStep | None = None
-    """The newest step that it has told of."""
+    """The newest step that it reported."""
     token: str | None = None
-    """The name of its launch."""
+    """Identifier of its launch."""
     released: bool = False
-    """Whether it has ended and said so."""
+    """Whether it has ended and released the run."""
 
 
 def look_at_driver(run: Storage) -> Driver:
-    """The driver by the run's folder; a damaged file says nothing."""
+    """Return what is known about a run's driver; a damaged file counts as no driver."""
     try:
         owner = read_owner(run)
         if owner is None:
@@ -294,7 +305,7 @@ def look_at_driver(run: Storage) -> Driver:
 
 
 def driver_problems(run: Storage) -> tuple[str, ...]:
-    """The problems of the file in which the driver tells of itself."""
+    """Return the problems of `driver.json`, one line each."""
     try:
         read_owner(run)
     except UserError as error:
@@ -302,17 +313,17 @@ def driver_problems(run: Storage) -> tuple[str, ...]:
     return ()
 
 
-def _refuse_beside(run: Storage, owner: Owner, warn: Callable[[str], None]) -> None:
-    """Returns where the owner is dead.
+def _refuse_if_alive(run: Storage, owner: Owner, warn: Callable[[str], None]) -> None:
+    """Return if the recorded owner is dead; watch its heartbeats if its process is not visible.
 
     Raises:
-        UserError: it lives.
+        UserError: the owner is alive.
     """
     lives = owner.lives
     if lives is None:
         seconds = WATCHED_BEATS * owner.beat_seconds
         warn(f"{run.uri()}: driven by {owner}; watching for {seconds:g} s whether that one lives")
-        with _told(run, "read"):
+        with _storage_errors(run, "read"):
             lives = _still_beats(run, owner, seconds)
     if lives:
         raise UserError(_in_use(run, owner))
@@ -320,14 +331,15 @@ def _refuse_beside(run: Storage, owner: Owner, warn: Callable[[str], None]) -> N
 
 
 def _still_beats(run: Storage, owner: Owner, seconds: float) -> bool:
-    """Whether the file changes within so many seconds. No clocks of two hosts are compared."""
+    """Return whether the counter changes within `seconds`."""
+    # Only changes of the counter count: the clocks of two hosts are never compared.
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(owner.beat_seconds / 5)
-        now = read_owner(run)
-        if now is None or now.released:
+        current_owner = read_owner(run)
+        if current_owner is None or current_owner.released:
             return False
-        if (now.token, now.beat) != (owner.token, owner.beat):
+        if (current_owner.token, current_owner.beat) != (owner.token, owner.beat):
             return True
     return False
 
@@ -344,8 +356,8 @@ def _write(run: Storage, owner: Owner) -> None:
 
 
 @contextmanager
-def _told(run: Storage, what: str) -> Iterator[None]:
-    """Turns whatever a storage raises into one line for the user."""
+def _storage_errors(run: Storage, what: str) -> Iterator[None]:
+    """Turn any storage error into a `UserError` of one line."""
     try:
         yield
     except UnreadableError as error:
@@ -358,13 +370,16 @@ def _told(run: Storage, what: str) -> Iterator[None]:
 
 
 def _this_process(beat_seconds: float) -> Owner:
+    """Return an owner's record of the calling process."""
     now, process = time.time(), this_process()
     return Owner(
+        # PIDs and host names repeat; a random token does not.
         token=uuid.uuid4().hex,
         host=socket.gethostname(),
         boot_id=process.boot_id if process else None,
         pid_namespace=process.pid_namespace if process else None,
         pid=os.getpid(),
+        # PIDs are reused: only with its start time does a PID identify a process.
         process_start=process.start if process else None,
         since=now,
         beat_seconds=beat_seconds,

@@ -1,4 +1,4 @@
-"""The status of a run: how far it has come, whether it lives, and what it has lost."""
+"""The status of a run: its progress, whether it is alive, and the time it has lost."""
 
 from __future__ import annotations
 
@@ -24,33 +24,34 @@ from elastrata_pipelines.storage import Storage
 Entry = Mapping[str, Any]
 State = Literal["running", "finished", "stopped", "failed", "silent"]
 SILENT_SECONDS = 120.0
-"""A run that wrote nothing for this long, or for ten of its steps, gives no sign of life."""
+"""A run counts as silent if it writes nothing for this long and for ten of its steps."""
 _ENDS: dict[str, State] = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 
 
 def run_state(
     entries: Sequence[Entry], *, done: bool, driver: Driver, now: float
 ) -> tuple[State, str]:
-    """The state of a run, and the same in words.
-
-    Steps and entries decide it, in the order they were written. A clock does only where no process
-    and no entry tells: for a driver on another host, and in histories of old.
+    """Return the state of a run, and a text that describes it.
 
     Args:
-        entries: its history.
-        done: whether it has come to its last step, or to its target.
-        driver: what is known about its driver.
+        entries: the run's history.
+        done: whether it has reached its last step or its target.
+        driver: the known facts about its driver.
         now: Unix time.
     """
+    # Entries decide, in the order in which they were written. The clock decides only if neither the
+    # driver's process nor an entry does: for a driver on another host, and in old histories.
     if ended := _end(entries, driver):
         state = _ENDS.get(ended["status"], "failed")
-        reason = ended.get("text") or _halt(entries)
+        reason = ended.get("text") or _halt_reason(entries)
         return state, f"{state}: {reason}" if reason and state != "finished" else state
     seen = last_sign(entries, driver)
     steps = [entry["seconds"] for entry in entries if entry["kind"] == "step"][-1:]
+    # Long steps write rarely, so a slow run may be quiet for longer.
     limit = max([SILENT_SECONDS, *(10 * seconds for seconds in steps)])
-    lately = seen is not None and abs(now - seen) <= limit
-    if driver.alive or (driver.alive is None and lately and not done):
+    # By absolute value: the clock of another host may be ahead.
+    is_recent = seen is not None and abs(now - seen) <= limit
+    if driver.alive or (driver.alive is None and is_recent and not done):
         return "running", "running"
     if done:
         return "finished", "finished"
@@ -59,7 +60,7 @@ def run_state(
 
 
 def last_sign(entries: Sequence[Entry], driver: Driver) -> float | None:
-    """Unix time of the last sign of life, of workers or driver; None: there was none yet."""
+    """Return the Unix time of the last sign of life of workers or driver, or None."""
     newest = max((entry["attempt"] for entry in entries), default=0)
     last = [entry["time"] for entry in entries if entry["attempt"] == newest][-1:]
     ended = [entry["time"] for entry in entries if entry["kind"] == "ended"][-1:]
@@ -67,12 +68,12 @@ def last_sign(entries: Sequence[Entry], driver: Driver) -> float | None:
 
 
 def utc(seconds: float) -> str:
-    """A Unix time for people."""
+    """Format a Unix time for display."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _unrecorded(entries: Sequence[Entry], driver: Driver) -> str:
-    """The steps that a dead driver had heard of and that are not in the history, in words."""
+    """Return a note on steps that a dead driver had heard of and the history lacks."""
     steps = (entry["step"] for entry in entries if entry["kind"] == "step")
     if driver.newest and driver.newest.step > (last := max(steps, default=0)):
         return f"; at least up to step {driver.newest.step:,}, on record up to step {last:,}"
@@ -80,23 +81,25 @@ def _unrecorded(entries: Sequence[Entry], driver: Driver) -> str:
 
 
 def _end(entries: Sequence[Entry], driver: Driver) -> Entry | None:
-    """The entry that says how the newest launch ended; None where that one has not ended."""
+    """Return the entry about the end of the newest launch; None if that launch has not ended."""
     ended = next((entry for entry in reversed(entries) if entry["kind"] == "ended"), None)
     if ended is None:
         return None
     groups = attempts(entries)
+    # A launch that began after this entry makes it the end of an earlier launch.
     is_last = end_index(groups, ended) == len(groups) - 1
     if "last" not in ended:  # of an earlier version
         is_last |= driver.released
     if driver.alive:
         is_old = driver.since > ended["time"]
+        # Tokens identify launches; earlier versions recorded none, so their times decide.
         began_again = ended["driver"] != driver.token if "driver" in ended else is_old
         is_last = is_last and not began_again
     return ended if is_last else None
 
 
-def _halt(entries: Sequence[Entry]) -> str:
-    """Why the newest group of workers stopped as it was asked; empty where it did not."""
+def _halt_reason(entries: Sequence[Entry]) -> str:
+    """Return why the newest group of workers halted on request; empty if it did not."""
     kinds = ("started", "halted")
     last = [entry for entry in entries if entry["kind"] in kinds][-1:]
     return "".join(str(entry.get("text", "")) for entry in last)
@@ -107,15 +110,15 @@ _STEPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """A rank of the newest group that is slower than the others of its kind."""
+    """A rank of the newest group that is slower than the others with the same device type."""
 
     rank: int
     host: str
     device: str
     factor: float
-    """Its pace over theirs."""
+    """Its speed relative to theirs."""
     since: int
-    """The step since which it has this pace."""
+    """The step since which it has this speed."""
 
     def __str__(self) -> str:
         return (
@@ -126,17 +129,18 @@ class SlowRank:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeBalance:
-    """How equal the own times of ranks are, over the newest steps of a group."""
+    """How evenly the compute time is spread over ranks, in the newest steps of a group."""
 
     imbalance: float
-    """Of the slowest rank's seconds over the mean of all, the median."""
+    """Median over steps of the slowest rank's seconds divided by the mean over ranks."""
     slowest_rank: int
-    """The rank that was the slowest one most often."""
+    """The rank that was the slowest most often."""
 
 
 def slow_ranks(entries: Sequence[Entry]) -> tuple[SlowRank, ...]:
-    """Those of the newest group of workers, by rank."""
+    """Return the slow ranks of the newest group of workers, by rank."""
     newest = max((entry["attempt"] for entry in entries if entry["kind"] == "started"), default=0)
+    # The newest entry of a rank replaces earlier ones, or ends them.
     slow: dict[int, SlowRank] = {}
     for entry in entries:
         if entry["kind"] == "slowed" and entry["attempt"] == newest:
@@ -148,12 +152,13 @@ def slow_ranks(entries: Sequence[Entry]) -> tuple[SlowRank, ...]:
 
 
 def time_balance(steps: Sequence[Entry]) -> TimeBalance | None:
-    """Over the newest steps; None where ranks were not measured.
+    """Return the time balance of the newest steps; None if ranks were not measured.
 
     Args:
-        steps: the entries of the steps that count, in order.
+        steps: the entries of the effective steps, in order.
     """
     newest = [step for step in steps[-_STEPS:] if step.get("time_imbalance")]
+    # Imbalances of different world sizes are not comparable.
     newest = [step for step in newest if step["world_size"] == newest[-1]["world_size"]]
     if not newest:
         return None
@@ -165,7 +170,7 @@ def time_balance(steps: Sequence[Entry]) -> TimeBalance | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A group of workers was lost."""
+    """The loss of a group of workers."""
 
     time: float
     attempt: int
@@ -175,18 +180,18 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class WorldSize:
-    """From `step` on the run had that many workers."""
+    """A number of workers, and when the run began to use it."""
 
     attempt: int
     time: float
     step: int
-    """Steps done by then."""
+    """Steps done before."""
     world_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """An evaluation that counts."""
+    """An evaluation that was not rolled back."""
 
     step: int
     metrics: Mapping[str, float]
@@ -203,77 +208,78 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """How a run stands. The field names are the keys of `elastrata status --json`."""
+    """The status of a run. The field names are the keys of `elastrata status --json`."""
 
     run: str
     state: State
-    """`silent`: it has not ended, but gives no sign of life."""
+    """`silent`: it has not ended, but shows no sign of life."""
     text: str
-    """The state in words, with the reason or the time."""
+    """The state as text, with its reason or time."""
     seen: float | None
-    """Unix time of its last sign of life; None: there was none yet."""
+    """Unix time of its last sign of life; None before the first one."""
     steps: int
     """Optimizer steps done."""
     steps_in_all: int
     progress: float
-    """The first over the second."""
+    """`steps` divided by `steps_in_all`."""
     target: TimeToTarget | None
-    """Whether the recipe's target is reached, and when; None where it has none."""
+    """Whether and when the run reached its target; None if its recipe has none."""
     samples_seen: int
     tokens_seen: int
     loss: float | None
-    """Training loss of the last step; None: no step yet, or not finite."""
+    """Training loss of the last step; None before the first step or if not finite."""
     evaluation: Evaluation | None
-    """The newest one."""
+    """The newest evaluation."""
     checkpoint: Checkpoint | None
-    """The newest one."""
+    """The newest checkpoint."""
     world_sizes: tuple[WorldSize, ...]
     spare_bytes: int
-    """Memory of the idle processes that wait for the newest group to lose a worker."""
+    """Memory of the idle spare processes that would replace a lost worker of the newest group."""
     faults: tuple[Fault, ...]
     recoveries: tuple[Recovery, ...]
     slow_ranks: tuple[SlowRank, ...]
-    """Of the newest group, those that are slower than the others of their kind."""
+    """Ranks of the newest group that are slower than the others of their kind."""
     time_balance: TimeBalance | None
-    """Of the newest steps; None where ranks were not measured, or there is one."""
+    """Of the newest steps; None if ranks were not measured or the run has a single rank."""
     seconds_in_all: float
-    """From the first start to the last sign of life, less the time when the run had ended."""
+    """From the first start to the last sign of life, without the time in which the run had
+    ended."""
     seconds_lost: float
-    """Without a step between two groups of workers, or on steps that were rolled back."""
+    """Seconds between two groups of workers, and in steps that were rolled back."""
     share_lost: float
     goodput: Goodput
-    """What all those seconds went into."""
+    """The breakdown of all these seconds."""
     problems: tuple[str, ...]
-    """Damage in the run's folder, a line each."""
+    """Damage in the run's folder, one line each."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
 
 def status(run: Storage) -> Status:
-    """Looks at a run's folder.
+    """Read the status of a run from its folder.
 
     Raises:
-        UserError: there is no such run, or something of it was altered so that it cannot be read.
+        UserError: there is no run, or a file of it is damaged and cannot be read.
     """
     identity = read_identity(run)
     if identity is None:
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
-    checkpoints, recipe, found = run.sub("checkpoints"), read_summary(run), evidence(run)
+    checkpoints, recipe, run_evidence = run.sub("checkpoints"), read_summary(run), evidence(run)
     newest = [
         Checkpoint(step=commit.step, uri=checkpoints.uri(commit.folder))
-        for commit in found.counting[:1]
+        for commit in run_evidence.counting[:1]
     ]
     return summary(
         run.uri(),
-        found.history.entries,
+        run_evidence.history.entries,
         steps_in_all=recipe.steps,
         target=recipe.target,
         checkpoint=newest[0] if newest else None,
         driver=look_at_driver(run),
         now=time.time(),
-        problems=(*found.problems, *recipe_problems(run, identity), *driver_problems(run)),
+        problems=(*run_evidence.problems, *recipe_problems(run, identity), *driver_problems(run)),
     )
 
 
@@ -288,28 +294,29 @@ def summary(
     now: float,
     problems: Sequence[str] = (),
 ) -> Status:
-    """The status that a history gives.
+    """Return the status that follows from a history.
 
     Args:
         run: the run's folder or URL.
         entries: its history.
-        steps_in_all: by its recipe.
-        target: of its recipe.
-        checkpoint: the newest one.
-        driver: what is known about its driver.
+        steps_in_all: number of steps in its recipe.
+        target: target in its recipe.
+        checkpoint: its newest checkpoint.
+        driver: the known facts about its driver.
         now: Unix time.
-        problems: what is not as it was written.
+        problems: damage found in its folder.
     """
     steps = history.effective_steps(entries)
     last: Entry = steps[-1] if steps else {"step": 0, "samples": 0, "tokens": 0, "loss": math.nan}
     outcome = time_to_target(entries, target) if target else None
     done = last["step"] >= steps_in_all or (outcome is not None and outcome.step == last["step"])
     state, text = run_state(entries, done=done, driver=driver, now=now)
+    # The driver hears of steps some seconds before they are in the history.
     if state == "running" and driver.newest and driver.newest.step > last["step"]:
         last = driver.newest.model_dump()
     recovered = recoveries(entries)
     seconds = seconds_in_all(entries)
-    lost = seconds_lost(entries, recovered)
+    lost_seconds = seconds_lost(entries, recovered)
     return Status(
         run=run,
         state=state,
@@ -331,8 +338,8 @@ def summary(
         slow_ranks=slow_ranks(entries),
         time_balance=time_balance(steps),
         seconds_in_all=seconds,
-        seconds_lost=lost,
-        share_lost=lost / seconds if seconds else 0.0,
+        seconds_lost=lost_seconds,
+        share_lost=lost_seconds / seconds if seconds else 0.0,
         goodput=goodput(entries),
         problems=tuple(problems),
     )
@@ -343,15 +350,19 @@ def _finite(loss: float | None) -> float | None:
 
 
 def seconds_in_all(entries: Sequence[Entry]) -> float:
-    """From the first start of workers to the last entry, less the time when the run had ended."""
+    """Return the seconds from the first start of workers to the last entry.
+
+    The time in which the run had ended is not included.
+    """
     groups = attempts(entries)
-    known = {group.attempt for group in groups}
-    orphans = (e for e in entries if e["kind"] == "step" and e["attempt"] not in known)
+    # Steps of a group whose start is missing are not on the timeline: add their own seconds.
+    started_attempts = {group.attempt for group in groups}
+    orphans = (e for e in entries if e["kind"] == "step" and e["attempt"] not in started_attempts)
     return Timeline(entries, groups).seconds + sum(float(step["seconds"]) for step in orphans)
 
 
 def _evaluation(entries: Sequence[Entry]) -> Evaluation | None:
-    """The newest one that no later attempt rolled back."""
+    """Return the newest evaluation that no later attempt rolled back."""
     for entry in history.surviving_evaluations(entries)[-1:]:
         return Evaluation(step=entry["step"], metrics=metrics_of(entry))
     return None
@@ -375,6 +386,7 @@ def _spare_bytes(entries: Sequence[Entry]) -> int:
 
 
 def _faults(entries: Sequence[Entry]) -> tuple[Fault, ...]:
+    """Return the losses of groups of workers, by attempt."""
     faults = [
         Fault(
             time=entry["time"],

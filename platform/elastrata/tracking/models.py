@@ -1,4 +1,5 @@
-"""The models on record: checkpoints, which stay where they are, and exports, which MLflow loads."""
+"""Models in MLflow: checkpoints, recorded by reference, and exports, stored so that MLflow loads
+them."""
 
 from __future__ import annotations
 
@@ -13,36 +14,38 @@ from pathlib import Path
 from typing import Any
 
 _NOT_IN_NAMES = re.compile(r"[/:.%\"']")
-"""MLflow takes none of these in the name of a logged model."""
+"""Characters that MLflow rejects in the name of a logged model."""
 MODEL = "model"
-"""Where the exported folder lies, beside the files that `write_mlmodel` makes."""
+"""Subfolder of the exported folder in the artifacts, next to the files of `write_mlmodel`."""
 _TOKENIZER = "components/tokenizer"
 _PACKAGES = ("torch", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadableModel:
-    """An export, to be kept by MLflow. Its folders must stay until they are."""
+    """An export for MLflow to store. Its folders must exist until it is stored."""
 
     path: Path
-    """Its folder, which transformers loads."""
+    """Its folder, in the format of transformers."""
     mlmodel: Path
-    """The folder of what `write_mlmodel` wrote to go beside it."""
+    """The folder of the files that `write_mlmodel` wrote."""
     task: str
-    """The pipeline that uses it."""
+    """The transformers pipeline for it."""
     checkpoint: str
-    """The URI of the checkpoint it was made of."""
+    """The URI of the exported checkpoint."""
     step: int
     metrics: Mapping[str, float]
 
 
 class Models:
-    """Those of one experiment. Its methods raise what MLflow raises, and may be called again.
+    """The logged models of one experiment.
+
+    Its methods raise MLflow's errors and may be repeated.
 
     Args:
-        client: MLflow's.
-        uri: of the store.
-        experiment_id: of the experiment.
+        client: MLflow's client.
+        uri: URI of the store.
+        experiment_id: id of the experiment.
     """
 
     def __init__(self, client: Any, *, uri: str, experiment_id: str) -> None:
@@ -50,12 +53,14 @@ class Models:
         # A server takes no path of another machine, a database no id of a model.
         self._is_server = uri.startswith(("http:", "https:"))
         self._experiment_id = experiment_id
+        # Model ids by URI, which save a search when an output follows its record.
         self._recorded: dict[str, str] = {}
 
     def record_checkpoint(
         self, run_id: str, run_name: str, uri: str, step: int, metrics: Mapping[str, float]
     ) -> None:
-        """Records a checkpoint that lies at `uri` as an external model of the run, once."""
+        """Record the checkpoint stored at `uri` once, as an external model of the run."""
+        # The outbox repeats an action whose answer was lost.
         if recorded := self.recorded(run_id, uri):
             self._recorded[uri] = recorded[0]
             return
@@ -65,18 +70,19 @@ class Models:
         self._recorded[uri] = model_id
 
     def log_export(self, run_id: str, run_name: str, model: LoadableModel) -> str:
-        """Keeps an export as a model of the run, an output of it, once; returns its id."""
-        found = [
-            known
-            for known in self._search(run_id)
-            if known.tags.get("checkpoint") == model.checkpoint
+        """Store an export once, as a model and output of the run; return its id."""
+        matches = [
+            logged_model
+            for logged_model in self._search(run_id)
+            if logged_model.tags.get("checkpoint") == model.checkpoint
         ]
-        if found and found[0].status == "READY":
-            return str(found[0].model_id)
+        # A status other than READY is left by an upload that was interrupted: repeat it.
+        if matches and matches[0].status == "READY":
+            return str(matches[0].model_id)
         name, tags = f"{run_name}-{model.task}", {"checkpoint": model.checkpoint}
         model_id = (
-            found[0].model_id
-            if found
+            matches[0].model_id
+            if matches
             else self._create(run_id, name, tags, model.step, model.metrics)
         )
         self._client.log_model_artifacts(model_id, str(model.mlmodel))
@@ -87,23 +93,27 @@ class Models:
         return str(model_id)
 
     def log_output(self, run_id: str, uri: str, step: int) -> None:
-        """Makes a recorded checkpoint an output of the run."""
+        """Mark a recorded checkpoint as an output of the run."""
         for model_id in self.recorded(run_id, uri)[:1]:
             self._recorded[uri] = model_id
             self._log_output(run_id, model_id, step)
 
     def register(self, run_id: str, model_id: str, uri: str, name: str, alias: str | None) -> str:
-        """Makes a logged model the newest version of a registered one, once; returns its number.
+        """Register a logged model once as the newest version of a registered model.
 
         Args:
-            run_id: of its run.
-            model_id: its own.
-            uri: of its checkpoint.
-            name: of the registered model; made where it is missing.
-            alias: moved to that version; None: none is.
+            run_id: id of its run; empty if it has none.
+            model_id: id of the logged model.
+            uri: URI of its checkpoint.
+            name: name of the registered model, which is created if it does not exist.
+            alias: alias to move to the version; None: no alias is moved.
+
+        Returns:
+            The number of the version.
         """
         _ensure_registered(self._client, name)
         versions = self._client.search_model_versions(f"name = '{name}'")
+        # The tag identifies the version if the answer to an earlier call was lost.
         version = next((v for v in versions if v.tags.get("model_id") == model_id), None)
         if version is None:
             version = self._client.create_model_version(
@@ -113,6 +123,8 @@ class Models:
                 # Without a run a database would look the model up in MLflow's default store.
                 model_id=model_id if run_id or self._is_server else None,
                 tags={"uri": uri, "model_id": model_id},
+                # A version of a finished model is ready at once; by default the client waits for
+                # it.
                 await_creation_for=0,
             )
         if alias:
@@ -120,30 +132,34 @@ class Models:
         return str(version.version)
 
     def forget(self, run_id: str, uri: str) -> None:
-        """Takes the record of a checkpoint that was deleted off the run."""
+        """Remove the record of a deleted checkpoint from the run."""
         for model_id in self.recorded(run_id, uri):
             self._client.delete_logged_model(model_id)
 
     def keep(self, run_id: str, uris: Collection[str]) -> None:
-        """Takes the records of all checkpoints but these off the run."""
+        """Remove the records of all other checkpoints from the run."""
         for model in self._search(run_id):
             if "uri" in model.tags and model.tags["uri"] not in uris:
                 self._client.delete_logged_model(model.model_id)
 
     def recorded(self, run_id: str, uri: str) -> list[str]:
-        """The ids of the record of a checkpoint; empty where the store has refused it."""
+        """Return the model ids of a checkpoint's record; empty if the store has refused it."""
         if uri in self._recorded:
+            # Removed from the cache, which would otherwise grow with every checkpoint.
             return [self._recorded.pop(uri)]
         return [m.model_id for m in self._search(run_id) if m.tags.get("uri") == uri]
 
     def _log_output(self, run_id: str, model_id: str, step: int) -> None:
-        known = self._client.get_run(run_id).outputs
-        if not known or model_id not in {one.model_id for one in known.model_outputs}:
+        # Logged only once, as the outbox may repeat the action.
+        outputs = self._client.get_run(run_id).outputs
+        if not outputs or model_id not in {one.model_id for one in outputs.model_outputs}:
             self._client.log_outputs(run_id, [model_output(model_id, step)])
 
     def _source(self, model_id: str) -> str:
+        """Return the source of a model version."""
         if self._is_server:
             return f"models:/{model_id}"
+        # Without a server, the source must be a location that the client can read itself.
         model = self._client.get_logged_model(model_id)
         return str(model.tags.get("uri") or model.artifact_location)
 
@@ -175,24 +191,25 @@ class Models:
 
 
 def _ensure_registered(client: Any, name: str) -> None:
+    """Create a registered model, unless it exists."""
     from mlflow.exceptions import MlflowException
 
     try:
         client.create_registered_model(name)
     except MlflowException as error:
+        # Creating is the only atomic test for existence.
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
 
 
 def write_mlmodel(folder: Path, exported: Path, *, task: str, dtype: str = "float32") -> None:
-    """Writes what goes beside an exported folder, which `mlflow.transformers` and `mlflow.pyfunc`
-    then load.
+    """Write the files that `mlflow.transformers` and `mlflow.pyfunc` need to load an export.
 
     Args:
-        folder: to write into.
-        exported: transformers loads it.
-        task: the pipeline that uses the model.
-        dtype: of its weights.
+        folder: folder to write into.
+        exported: the export's folder, in the format of transformers.
+        task: the transformers pipeline for the model.
+        dtype: the dtype of its weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
@@ -201,11 +218,11 @@ def write_mlmodel(folder: Path, exported: Path, *, task: str, dtype: str = "floa
         from mlflow.pyfunc import add_to_model
 
     # Without the id of its record, which MLflow would look up in whatever store is its default.
-    model = Model(signature=_texts())
+    model = Model(signature=_text_signature())
     add: Any = add_to_model  # MLflow does not annotate it
     add(model, loader_module="mlflow.transformers", python_env="python_env.yaml")
     tokenizer = _copy_tokenizer(exported, folder / _TOKENIZER)
-    pipeline, loader = _classes(task)
+    pipeline, loader = _class_names(task)
     model.add_flavor(
         "transformers",
         transformers_version=version("transformers"),
@@ -222,26 +239,27 @@ def write_mlmodel(folder: Path, exported: Path, *, task: str, dtype: str = "floa
     _write_environment(folder)
 
 
-def _texts() -> Any:
-    """A text goes in, a text comes out."""
+def _text_signature() -> Any:
+    """Return the signature of a model from text to text."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema
 
     return ModelSignature(inputs=Schema([ColSpec("string")]), outputs=Schema([ColSpec("string")]))
 
 
-def _classes(task: str) -> tuple[str, str]:
-    """The names of the pipeline and of the model's class that transformers has for a task."""
+def _class_names(task: str) -> tuple[str, str]:
+    """Return the class names of transformers' pipeline and model for a task."""
     from transformers.pipelines import check_task
 
-    found: dict[str, Any] = check_task(task)[1]
-    implementation = found["impl"]
+    task_defaults: dict[str, Any] = check_task(task)[1]
+    implementation = task_defaults["impl"]
     name = implementation if isinstance(implementation, str) else implementation.__name__
-    return name.rpartition(".")[2], found["pt"][0].__name__
+    return name.rpartition(".")[2], task_defaults["pt"][0].__name__
 
 
 def _copy_tokenizer(exported: Path, folder: Path) -> bool:
-    """Copies the tokenizer to where MLflow looks for it; returns whether there is one."""
+    """Copy the tokenizer to where MLflow looks for it; return whether the export has one."""
+    # Tokenizers of several kinds: tokenizer*.json, special_tokens_map.json, vocab.txt, merges.txt.
     files = [path for path in exported.iterdir() if "token" in path.name or path.suffix == ".txt"]
     if not files:
         return False
@@ -252,7 +270,8 @@ def _copy_tokenizer(exported: Path, folder: Path) -> bool:
 
 
 def _write_environment(folder: Path) -> None:
-    """Writes the packages that the model needs elsewhere, as MLflow's own files name them."""
+    """Write the model's required packages, in files named as MLflow's own."""
+    # Local versions such as 2.9+cpu are not on PyPI.
     lines = [f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", *_PACKAGES)]
     (folder / "requirements.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     text = f"python: {platform.python_version()}\nbuild_dependencies: []\n"
@@ -261,7 +280,7 @@ def _write_environment(folder: Path) -> None:
 
 
 def model_output(model_id: str, step: int) -> Any:
-    """The argument of `log_outputs`."""
+    """Return an element of the argument of MLflow's `log_outputs`."""
     from mlflow.entities import LoggedModelOutput
 
     return LoggedModelOutput(model_id=model_id, step=step)

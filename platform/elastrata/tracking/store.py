@@ -1,8 +1,8 @@
-"""The tracking store: where MLflow keeps its records, whether it answers, and a client of it.
+"""The tracking store: the location of MLflow's records, checks that it answers, and a client.
 
-A SQLite database is made beside its place and renamed, so that no half of one is trusted. If
-another program, or an earlier version, was killed while it made one, the half is set aside if
-nothing was ever recorded in it, else refused.
+A SQLite database is created under a temporary name and then linked into place, so that other
+processes never see a partial one. A partial database that another program or an earlier version
+left is moved aside if it holds no records, and refused otherwise.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, without_sec
 _log = logging.getLogger(__name__)
 _VERSION, _EXPERIMENTS = "alembic_version", "experiments"
 _CORE = {_VERSION, _EXPERIMENTS, "runs", "metrics", "params", "tags"}
-"""The tables that every version of MLflow has."""
+"""Tables that every version of MLflow has."""
 _FILLED = {_VERSION, _EXPERIMENTS, "workspaces"}
-"""The tables that MLflow fills when it makes a database."""
+"""Tables into which MLflow inserts rows when it creates a database."""
 _NEW = ".new"
 _SIDE_FILES = ("-journal", "-wal", "-shm")
 _SECONDS_TO_WAIT = 5.0
@@ -40,24 +40,26 @@ _AGAIN = "restore a copy of it, or move it away: the next run makes a new one"
 
 
 def check_database(path: Path) -> bool:
-    """Make sure that a database is whole, or that nothing was ever recorded in it.
+    """Check that a SQLite database is complete or holds no records.
 
     Returns:
-        Whether MLflow has made it to its end.
+        Whether MLflow created it completely.
 
     Raises:
-        UserError: it is damaged, or records are in it but not all of MLflow's tables.
+        UserError: it is damaged, or holds records but lacks some of MLflow's tables.
         OSError: it cannot be opened.
         sqlite3.OperationalError: it cannot be read or written, as on a full or read-only disk.
     """
     try:
-        with _locked(path) as database:
+        with _open_locked(path) as database:
             tables = _tables(database)
-            _check_end(database, path)
-            if _is_made(database, tables):
+            _check_size(database, path)
+            if _is_complete(database, tables):
                 return True
-            if _is_bare(database, tables):
+            # A process was killed while it created the database.
+            if _is_empty(database, tables):
                 return False
+    # A subclass of DatabaseError, but about the disk or a lock, not about damage.
     except sqlite3.OperationalError:
         raise
     except sqlite3.DatabaseError as error:
@@ -69,32 +71,34 @@ def check_database(path: Path) -> bool:
 
 
 def put_database(path: Path) -> None:
-    """Put an empty database in a place where none is; one that is half-made and empty is set aside.
-    Callers hold the lock of `store.alone`.
+    """Create an empty database, unless a complete one exists.
+
+    A partial database without records is moved aside. The caller must hold the lock of `alone`.
 
     Raises:
-        UserError: see `check_database`; or it holds tables of another program.
-        Exception: MLflow's and SQLAlchemy's own, as on a full disk; nothing is left then.
+        UserError: see `check_database`; or the database belongs to another program.
+        Exception: any error of MLflow or SQLAlchemy, as on a full disk; no file is left then.
     """
     if path.exists():
         if check_database(path):
             return
         _check_own(path)
-    _set_aside(path)
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*{_NEW}*"):
-        left.unlink()  # of a process that was killed: its lock is ours now
+    _move_aside(path)
+    for leftover in path.parent.glob(f"{glob.escape(path.name)}.*{_NEW}*"):
+        leftover.unlink()  # of a process that was killed: its lock is ours now
     # A new name each time: MLflow keeps the connection to one that it could not make.
-    new = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{_NEW}")
+    new_path = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{_NEW}")
     try:
-        _make(new)
+        _make(new_path)
         try:
-            os.link(new, path)  # never over one that another program has made meanwhile
+            os.link(new_path, path)  # never over one that another program has made meanwhile
         except FileExistsError:
             pass
         except OSError:  # a file system without links
-            new.replace(path)
+            # Atomic, but would replace a database that another program created meanwhile.
+            new_path.replace(path)
     finally:
-        _delete(new)
+        _delete_database(new_path)
 
 
 def _make(path: Path) -> None:
@@ -107,11 +111,12 @@ def _make(path: Path) -> None:
 
 
 def _check_own(path: Path) -> None:
-    """Make sure that a database without records has no tables but MLflow's."""
+    """Check that a database without records has no tables other than MLflow's."""
     from mlflow.store.db.base_sql_model import Base
 
-    with _locked(path) as database:
+    with _open_locked(path) as database:
         foreign = sorted(_tables(database) - set(Base.metadata.tables))
+    # Alembic leaves such tables if a migration is interrupted.
     if foreign := [name for name in foreign if not name.lstrip("_").startswith("alembic_")]:
         raise UserError(
             f"{path}: a database of another program (tables {', '.join(foreign[:3])}): expected "
@@ -119,17 +124,18 @@ def _check_own(path: Path) -> None:
         )
 
 
-def _set_aside(path: Path) -> None:
-    """Rename a half-made database, and say so. SQLite would play a journal that was left without
-    one back into the new one."""
-    found = [ending for ending in (*_SIDE_FILES, "") if os.path.lexists(f"{path}{ending}")]
-    if not found:
+def _move_aside(path: Path) -> None:
+    """Rename a partial database and its side files, and log a warning."""
+    endings = [ending for ending in (*_SIDE_FILES, "") if os.path.lexists(f"{path}{ending}")]
+    if not endings:
         return
     aside, number = f"{path}.half-made", 1
     while any(os.path.lexists(f"{aside}{ending}") for ending in (*_SIDE_FILES, "")):
         number += 1
         aside = f"{path}.half-made-{number}"
-    for ending in found:
+    # Side files go first and with the same suffix: SQLite would replay a journal that is left
+    # behind into the new database.
+    for ending in endings:
         Path(f"{path}{ending}").rename(f"{aside}{ending}")
     _log.warning(
         "%s: what is left of an MLflow database, in which nothing was recorded, is now %s; a new "
@@ -138,16 +144,18 @@ def _set_aside(path: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a database with the right to write; what a killed process left is rolled back."""
+def _open_locked(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open a database with a write lock."""
     with contextlib.closing(sqlite3.connect(path, timeout=_SECONDS_TO_WAIT)) as database:
+        # Taking the write lock rolls back the transaction of a killed process.
         database.execute("BEGIN IMMEDIATE")
         yield database
         database.rollback()
 
 
-def _check_end(database: sqlite3.Connection, path: Path) -> None:
-    """SQLite itself finds whole pages missing, and takes the rest of a last one as zeros."""
+def _check_size(database: sqlite3.Connection, path: Path) -> None:
+    """Check that the file's size is a whole number of pages."""
+    # SQLite detects missing whole pages, but reads the missing rest of a last page as zeros.
     page_bytes = int(database.execute("PRAGMA page_size").fetchone()[0])
     if (size := path.stat().st_size) % page_bytes:
         raise sqlite3.DatabaseError(f"its {size:,} bytes end within a page")
@@ -158,25 +166,29 @@ def _tables(database: sqlite3.Connection) -> set[str]:
     return {name for (name,) in rows if not name.startswith("sqlite_")}
 
 
-def _is_made(database: sqlite3.Connection, tables: set[str]) -> bool:
-    """Return whether all is there. MLflow adds the default experiment last."""
-    return tables >= _CORE and all(_rows(database, name) for name in (_VERSION, _EXPERIMENTS))
+def _is_complete(database: sqlite3.Connection, tables: set[str]) -> bool:
+    """Return whether MLflow created the database completely."""
+    # MLflow inserts the default experiment last, so its row shows that nothing is missing.
+    return tables >= _CORE and all(_has_rows(database, name) for name in (_VERSION, _EXPERIMENTS))
 
 
-def _is_bare(database: sqlite3.Connection, tables: set[str]) -> bool:
-    """Return whether nothing but the default experiment was ever recorded."""
-    if any(_rows(database, name) for name in tables - _FILLED):
+def _is_empty(database: sqlite3.Connection, tables: set[str]) -> bool:
+    """Return whether the database holds no record other than the default experiment."""
+    if any(_has_rows(database, name) for name in tables - _FILLED):
         return False
+    # Id 0 is the default experiment, which MLflow creates itself.
     others = "SELECT 1 FROM experiments WHERE experiment_id <> 0"
     return _EXPERIMENTS not in tables or database.execute(others).fetchone() is None
 
 
-def _rows(database: sqlite3.Connection, table: str) -> bool:
+def _has_rows(database: sqlite3.Connection, table: str) -> bool:
+    # SQLite cannot bind table names as parameters.
+    """Return whether a table has rows."""
     quoted = table.replace('"', '""')
     return database.execute(f'SELECT 1 FROM "{quoted}" LIMIT 1').fetchone() is not None
 
 
-def _delete(path: Path) -> None:
+def _delete_database(path: Path) -> None:
     for ending in ("", *_SIDE_FILES):
         Path(f"{path}{ending}").unlink(missing_ok=True)
 
@@ -187,14 +199,14 @@ _SQLITE = "sqlite:///"
 
 
 def tracking_uri(configured: str | None, storage: Storage) -> str:
-    """The absolute tracking URI of a recipe.
+    """Return the absolute tracking URI of a recipe.
 
     Args:
         configured: the recipe's `tracking.uri`.
-        storage: the folder under which all runs lie; holds the default database.
+        storage: the folder that holds all runs, and the default database.
 
     Raises:
-        UserError: none is configured and the storage is remote, or it is not a URI MLflow knows.
+        UserError: no URI is configured and the storage is remote, or MLflow does not know the URI.
     """
     if configured is not None and without_secrets(configured) != configured:
         raise UserError(f"tracking.uri: {without_secrets(configured)}: {NO_SECRET}")
@@ -205,6 +217,7 @@ def tracking_uri(configured: str | None, storage: Storage) -> str:
                 f"({storage.url}) is remote and a SQLite database needs a local folder"
             )
         return f"{_SQLITE}{Path(storage.path()).resolve() / 'mlflow.db'}"
+    # A database URL may name its driver, as in postgresql+psycopg2.
     scheme = urlsplit(configured).scheme.split("+")[0]
     if scheme == "sqlite":
         path = configured.removeprefix(_SQLITE)
@@ -220,10 +233,10 @@ def tracking_uri(configured: str | None, storage: Storage) -> str:
 
 
 def check_reachable(uri: str) -> None:
-    """Makes sure, in seconds, that the store answers. MLflow itself would try for minutes.
+    """Check that the store answers, within seconds.
 
     Raises:
-        UserError: it does not.
+        UserError: it does not answer.
     """
     path = sqlite_path(uri)
     try:
@@ -231,6 +244,7 @@ def check_reachable(uri: str) -> None:
             _check_sqlite(path)
         else:
             parts = urlsplit(uri)
+            # A plain connection, because MLflow itself would retry for minutes.
             port = parts.port or {"http": 80, "https": 443, "mysql": 3306}.get(parts.scheme, 5432)
             host = parts.hostname or "localhost"
             socket.create_connection((host, port), _SECONDS_TO_ANSWER).close()
@@ -249,18 +263,18 @@ def _check_sqlite(path: Path) -> None:
 
 
 def sqlite_path(uri: str) -> Path | None:
-    """The file of a SQLite URI; None for any other store."""
+    """Return the file of a SQLite URI; None for any other store."""
     return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None
 
 
 def artifact_location(uri: str) -> str | None:
-    """A new experiment's folder of artifacts: beside a SQLite database; None: the server says."""
+    """Return the artifact folder of a new experiment; None if the server decides."""
     path = sqlite_path(uri)
     return None if path is None else (path.parent / "mlflow-artifacts").as_uri()
 
 
 def shown(uri: str) -> str:
-    """The URI without a user in it, and without secrets."""
+    """Return a URI without user and secrets, for messages."""
     parts = urlsplit(uri)
     if "@" in parts.netloc:
         uri = urlunsplit(parts._replace(netloc=parts.netloc.rsplit("@", 1)[1]))
@@ -268,7 +282,12 @@ def shown(uri: str) -> str:
 
 
 def quiet_client(uri: str) -> Any:
-    """MLflow's client for `uri`, silent, without usage reports, and quick to give up."""
+    """Return MLflow's client for `uri`, without log output, telemetry and long retries.
+
+    Raises:
+        UserError: the store cannot be used.
+    """
+    # Set before the import below, at which MLflow may read its environment.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     # The outbox tries again by itself; MLflow's own retries would block it for minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -292,7 +311,7 @@ def quiet_client(uri: str) -> Any:
 
 @contextmanager
 def opened(uri: str) -> Iterator[Any]:
-    """A client of a store, for the time of its block.
+    """Open a client of a store for the duration of the block.
 
     Raises:
         UserError: the store cannot be reached or written.
@@ -309,18 +328,19 @@ def opened(uri: str) -> Iterator[Any]:
 
 @contextmanager
 def alone(uri: str) -> Iterator[None]:
-    """Lets one process at a time make a SQLite store: several at once leave a broken one."""
+    """Hold the lock for creating a SQLite store."""
     path = sqlite_path(uri)
     if path is None:
         yield
         return
+    # Several processes that create one SQLite store at the same time leave a broken one.
     with open(f"{path}.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def check_store(uri: str) -> None:
-    """Makes sure that a store answers as MLflow. Makes no database.
+    """Check that a store answers like MLflow, without creating a database.
 
     Raises:
         UserError: it does not.
@@ -339,17 +359,19 @@ def check_store(uri: str) -> None:
 
 
 def _reason(error: Exception) -> str:
+    # One line without secrets: errors of drivers can contain the URL with its password.
     lines = hide_secrets(str(error)).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
 
 
 def experiment_of(client: Any, name: str, uri: str) -> str:
-    """The id of an experiment; made where it is missing.
+    """Return the id of an experiment, creating it if it does not exist.
 
     Raises:
-        UserError: it is deleted.
+        UserError: the experiment is deleted.
     """
     with alone(uri):
+        # Under the lock, or two runs could both create the experiment.
         found = client.get_experiment_by_name(name)
         if found is None:
             return str(client.create_experiment(name, artifact_location=artifact_location(uri)))
@@ -361,7 +383,7 @@ def experiment_of(client: Any, name: str, uri: str) -> str:
 
 
 def find_run(client: Any, run_id: str | None) -> Any:
-    """A run; None where the store does not know it."""
+    """Return a run, or None if the store has no active run with this id."""
     from mlflow.exceptions import MlflowException
 
     if run_id is None:
@@ -372,4 +394,5 @@ def find_run(client: Any, run_id: str | None) -> Any:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         return None
+    # A deleted run still exists in the store, but cannot be written.
     return run if run.info.lifecycle_stage == "active" else None

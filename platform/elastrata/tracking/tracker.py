@@ -1,7 +1,7 @@
-"""Tracking: one MLflow run per training run, written by the driver alone.
+"""MLflow tracking: one MLflow run per training run, written by the driver alone.
 
-Nothing here may end a training run: a store that does not answer when the run starts is the
-user's mistake; one that fails later is written to again and again, from a thread of its own.
+A tracking failure never ends a training run. If the store does not answer when the run starts, that
+is a user error; if it fails later, a background thread retries until it succeeds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from elastrata_pipelines.url_secrets import hide_secrets
 
 _DIGEST_CHARACTERS = 36  # MLflow's own limit
 _NOT_UNIQUE = "IntegrityError"
-"""In what SQLAlchemy says of a row that another client has added meanwhile."""
+"""Part of SQLAlchemy's error if another client has inserted the same row meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,10 @@ class DataInput:
 
 
 def data_inputs(inputs: Iterable[DataInput]) -> list[Any]:
-    """The argument of `log_inputs`: each with its fingerprint as digest, cut, and whole in its
-    profile."""
+    """Return the `datasets` argument of MLflow's `log_inputs`.
+
+    The digest holds the start of the fingerprint, the profile all of it.
+    """
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     return [
@@ -80,18 +82,16 @@ def data_inputs(inputs: Iterable[DataInput]) -> list[Any]:
 
 
 def log_inputs(client: Any, run_id: str, inputs: Iterable[DataInput]) -> None:
-    """Records what a run reads; what is recorded already stays as it is.
-
-    MLflow's store looks whether it has a data set, and then adds it: of two runs that begin with
-    the same one in the same moment, one is refused, and finds it there the next time.
-    """
-    if found := data_inputs(dict.fromkeys(inputs)):
+    """Record the data sets that a run reads; existing records stay unchanged."""
+    # MLflow first looks for a data set, then inserts it: of two runs that start with the same new
+    # data set at the same moment, one gets an IntegrityError. Its second call finds the row.
+    if dataset_inputs := data_inputs(dict.fromkeys(inputs)):
         try:
-            client.log_inputs(run_id, found)
-        except Exception as error:  # the store's own, by any of its ways
+            client.log_inputs(run_id, dataset_inputs)
+        except Exception as error:  # stores wrap SQLAlchemy's error in several types
             if _NOT_UNIQUE not in str(error):
                 raise
-            client.log_inputs(run_id, found)
+            client.log_inputs(run_id, dataset_inputs)
 
 
 _log = logging.getLogger(__name__)
@@ -99,11 +99,12 @@ _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 30.0
 
 
 class Outbox:
-    """Runs actions one after the other in a thread of its own; a failed one is tried again.
+    """Queue whose background thread runs actions in order and retries failed ones.
 
     Args:
-        what: what the actions do, for the warnings ("MLflow at http://...").
-        is_hopeless: whether an action that failed so can never succeed; it is then dropped.
+        what: target of the actions, for warnings ("MLflow at http://...").
+        is_hopeless: returns whether an action with this error can never succeed; it is then
+            dropped.
     """
 
     def __init__(self, what: str, is_hopeless: Callable[[Exception], bool]) -> None:
@@ -117,13 +118,17 @@ class Outbox:
         self._thread.start()
 
     def put(self, action: Callable[[], object]) -> None:
-        """Takes an action to run after all earlier ones. Returns at once."""
+        """Queue an action after all earlier ones, without waiting."""
         with self._changed:
             self._waiting.append(action)
             self._changed.notify_all()
 
     def close(self, seconds: float) -> int:
-        """Ends when all is done or `seconds` are over; returns how many actions are left."""
+        """Wait until the queue is empty, at most `seconds`.
+
+        Returns:
+            The number of actions that are left.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -138,7 +143,7 @@ class Outbox:
         while (action := self._next()) is not None:
             try:
                 action()
-            except Exception as error:  # whatever the library raises must not reach the run
+            except Exception as error:  # tracking errors must not end the run
                 if not self._is_hopeless(error):
                     self._warn_once("does not answer; trying again", error)
                     self._pause(wait)
@@ -147,28 +152,34 @@ class Outbox:
                 self._warn_once("refused a record", error)
             wait = _FIRST_WAIT_SECONDS
             with self._changed:
+                # Removed only after success, so that `close` counts an action in flight as left.
                 self._waiting.popleft()
                 self._changed.notify_all()
 
     def _next(self) -> Callable[[], object] | None:
+        """Return the oldest action, waiting for one; None once the closed queue is empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing)
             return self._waiting[0] if self._waiting else None
 
     def _pause(self, seconds: float) -> None:
+        """Wait before the next try; `close` ends the wait."""
         with self._changed:
+            # While closing, retry every second: `close` waits for a limited time.
             if self._closing:
                 self._changed.wait(_FIRST_WAIT_SECONDS)
             else:
                 self._changed.wait_for(lambda: self._closing, seconds)
 
     def _warn_once(self, what: str, error: Exception) -> None:
+        # Warn once per kind of failure: an unreachable store fails at every retry.
         if what not in self._warned:
             self._warned.add(what)
             _log.warning("%s %s (%s)", self._what, what, _brief(error))
 
 
 def _brief(error: Exception) -> str:
+    # Errors of database drivers can contain the URL with its password.
     lines = hide_secrets(str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
@@ -179,8 +190,9 @@ _PARAM_CHARACTERS, _TAG_CHARACTERS = 6000, 5000
 _SECONDS_TO_FINISH = 60.0
 PARENT = "mlflow.parentRunId"
 RUN_DIR = "run_dir"
-"""The tag that names the folder of a run: its newest place."""
+"""Tag with the newest location of the run's folder."""
 """MLflow's tag that makes a run a part of another one."""
+# MLflow's codes for requests that fail in the same way however often they are sent.
 _HOPELESS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST", "INVALID_STATE"}
 
 
@@ -195,9 +207,9 @@ class TrackingConfig(Config):
 
 
 class Tracker:
-    """The open record of one run. Its methods return at once and never raise.
+    """The open MLflow record of one run. Its methods return immediately and never raise.
 
-    Made by `open_tracker`.
+    Create it with `open_tracker`.
     """
 
     def __init__(
@@ -222,22 +234,23 @@ class Tracker:
         self._models = Models(client, uri=uri, experiment_id=experiment_id)
 
     def log_steps(self, records: Sequence[Mapping[str, float]]) -> None:
-        """Logs metrics by optimizer step. A step that was logged before is not logged again.
+        """Log metrics by optimizer step, skipping steps that were logged before.
 
         Args:
             records: each has a key `step`; all other keys are names of metrics.
         """
         now = int(time.time() * 1000)
+        # Copied, because the caller may change them before the outbox runs.
         kept = [dict(record) for record in records]
         self._outbox.put(lambda: self._write_steps(kept, now))
 
     def tag(self, tags: Mapping[str, object]) -> None:
-        """Sets tags; a tag that exists takes the new value."""
+        """Set tags, replacing existing values."""
         kept = dict(tags)
         self._outbox.put(lambda: _set_tags(self._client, self.run_id, kept))
 
     def record_checkpoint(self, uri: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Records a checkpoint that lies at `uri` as an external model of the run, once."""
+        """Record the checkpoint stored at `uri` once, as an external model of the run."""
         self.tag({"checkpoint.latest": uri, "checkpoint.latest_step": step})
         kept = dict(metrics)
         self._outbox.put(
@@ -245,23 +258,29 @@ class Tracker:
         )
 
     def record_output(self, uri: str, step: int) -> None:
-        """Makes a recorded checkpoint what the run has led to."""
+        """Mark a recorded checkpoint as the output of the run."""
         self._outbox.put(lambda: self._models.log_output(self.run_id, uri, step))
 
     def register_checkpoint(self, uri: str, name: str) -> None:
-        """Makes a recorded checkpoint the newest version of a model in MLflow's registry, once, and
-        gives it the alias `best`. Only what can read checkpoints can load it."""
+        """Register a recorded checkpoint once, as the newest version of a model, with the alias
+        `best`.
+
+        Only software that reads Elastrata checkpoints can load it.
+        """
 
         def register() -> None:
+            # Empty if the store has refused the record of the checkpoint.
             for model_id in self._models.recorded(self.run_id, uri)[:1]:
                 self._models.register(self.run_id, model_id, uri, name, "best")
 
         self._outbox.put(register)
 
     def register_export(self, model: LoadableModel, name: str) -> None:
-        """Keeps an export, makes it the newest version of a model in MLflow's registry, once, and
-        gives it the alias `best`: MLflow loads it as `models:/NAME@best`. Its folder must stay
-        until the record is finished."""
+        """Store an export and register it once, as the newest version of a model, with the alias
+        `best`.
+
+        MLflow loads it as `models:/NAME@best`. The folder of the export must exist until `finish`.
+        """
 
         def register() -> None:
             model_id = self._models.log_export(self.run_id, self.run_name, model)
@@ -270,19 +289,20 @@ class Tracker:
         self._outbox.put(register)
 
     def forget_checkpoint(self, uri: str) -> None:
-        """Takes the record of a checkpoint that was deleted off the run."""
+        """Remove the record of a deleted checkpoint from the run."""
         self._outbox.put(lambda: self._models.forget(self.run_id, uri))
 
     def keep_checkpoints(self, uris: Collection[str]) -> None:
-        """Takes the records of all checkpoints but these off the run."""
+        """Remove the records of all other checkpoints from the run."""
         kept = set(uris)
         self._outbox.put(lambda: self._models.keep(self.run_id, kept))
 
     def log_artifact(self, name: str, data: bytes, folder: str | None = None) -> None:
-        """Adds a file of that name to the run's artifacts."""
+        """Add a file with this name to the run's artifacts."""
 
         def log() -> None:
             with TemporaryDirectory() as scratch:
+                # MLflow names an artifact after its file.
                 path = Path(scratch) / name
                 path.write_bytes(data)
                 self._client.log_artifact(self.run_id, str(path), folder)
@@ -290,25 +310,29 @@ class Tracker:
         self._outbox.put(log)
 
     def child(self, name: str, params: Mapping[str, object], tags: Mapping[str, object]) -> Tracker:
-        """The record of a part of this run, found again by its name. The same thread writes both,
-        so that a store which stands one writer holds with many parts; `finish` of the whole, which
-        comes last, waits for all of them."""
+        """Return the record of a part of this run, found again by its name after a restart.
+
+        Parent and children share one outbox. `finish` of the parent waits for all of them, and must
+        be called last.
+        """
         child = Tracker(
             self._client,
             uri=self.uri,
-            run_id="",  # known when it is begun, which is before anything else is written
+            run_id="",  # set by `begin`, which runs before any other action of the child
             run_name=f"{self.run_name}-{name}",
             experiment_id=self.experiment_id,
+            # SQLite allows one writer: a shared outbox serialises the writes of many parts.
             outbox=self._outbox,
         )
-        below = {PARENT: self.run_id, "mlflow.user": getpass.getuser()}
+        child_tags = {PARENT: self.run_id, "mlflow.user": getpass.getuser()}
 
         def begin() -> None:
             filters = f"tags.`{PARENT}` = '{self.run_id}' and tags.`mlflow.runName` = '{name}'"
-            found = self._client.search_runs([self.experiment_id], filters, max_results=1)
-            run = found[0] if found else None
+            # After a restart the child exists already: its parent and its name identify it.
+            matches = self._client.search_runs([self.experiment_id], filters, max_results=1)
+            run = matches[0] if matches else None
             if run is None:
-                run = self._client.create_run(self.experiment_id, run_name=name, tags=below)
+                run = self._client.create_run(self.experiment_id, run_name=name, tags=child_tags)
             child.run_id = run.info.run_id
             _log_params(self._client, run, params)
             _set_tags(self._client, child.run_id, tags)
@@ -318,12 +342,13 @@ class Tracker:
         return child
 
     def end(self, status: Status) -> None:
-        """Sets the final status; waits for nothing."""
+        """Queue the final status, without waiting."""
         self._outbox.put(lambda: self._client.set_terminated(self.run_id, status))
 
     def finish(self, status: Status) -> None:
-        """Writes what is still to be written and the final status, in at most a minute."""
+        """Write everything queued and the final status, waiting at most a minute."""
         self.end(status)
+        # `left` includes the final status.
         left = self._outbox.close(_SECONDS_TO_FINISH)
         if left:
             _log.warning(
@@ -335,6 +360,7 @@ class Tracker:
         from mlflow.entities import Metric
 
         if self._last_steps is None:
+            # A restarted driver reads the recorded steps once, so that it logs none of them twice.
             self._last_steps = _last_steps(self._client, self.run_id)
         last = dict(self._last_steps)
         metrics = []
@@ -346,6 +372,7 @@ class Tracker:
                     metrics.append(Metric(name, float(value), milliseconds, step))
         for chunk in _chunks(metrics, METRICS_PER_CALL):
             self._client.log_batch(self.run_id, metrics=chunk)
+            # Updated after each chunk, so that a retry does not repeat chunks that were written.
             self._last_steps |= {metric.key: metric.step for metric in chunk}
 
 
@@ -360,22 +387,22 @@ def open_tracker(
     inputs: Sequence[DataInput] = (),
     is_copy: Callable[[str], bool] = lambda folder: False,
 ) -> Tracker:
-    """Starts the record of a run, or goes on with it.
+    """Create or continue the MLflow record of a run.
 
-    Creates database, experiment and run where they are missing. Parameters of MLflow cannot
-    change: where a resumed run's differ they become tags `resumed.<parameter>`.
+    A missing database, experiment or run is created. MLflow parameters cannot change: values that
+    differ in a resumed run become tags `resumed.<parameter>`.
 
     Args:
-        config: where to record.
-        storage: the folder under which all runs lie; the default database lies in it.
+        config: the recipe's `tracking` section.
+        storage: the folder that holds all runs, and the default database.
         run_name: the run's name.
-        run_id: the MLflow run to go on with. Where the store does not know it, a new run is made,
-            tagged `continues_run`.
+        run_id: the MLflow run to continue. If the store does not know it, a new run is created with
+            the tag `continues_run`.
         params: the recipe as dotted paths.
         tags: facts about this start: commit, versions, fingerprint of the data.
-        inputs: the data sets that it reads, and all parts of it.
-        is_copy: whether this run is a copy of the one in the folder that it is called with, which
-            the record has as `run_dir`; a copy gets an MLflow run of its own.
+        inputs: the data sets that the run and all its parts read.
+        is_copy: called with the recorded `run_dir`; returns whether this run is a copy of that
+            folder. A copy gets a new MLflow run.
 
     Raises:
         UserError: the store cannot be reached or written, or the experiment is deleted.
@@ -385,6 +412,7 @@ def open_tracker(
         experiment_id = experiment_of(client, config.experiment, uri)
         run = find_run(client, run_id)
         folder = run.data.tags.get(RUN_DIR) if run else None
+        # A folder that was moved keeps its MLflow run; a copy must not write into its original's.
         if run is None or (folder not in (None, tags.get(RUN_DIR)) and is_copy(folder)):
             run = client.create_run(experiment_id, run_name=run_name, tags=_first_tags(run_id))
         else:
@@ -403,35 +431,42 @@ def open_tracker(
 
 
 def _first_tags(earlier_run_id: str | None) -> dict[str, str]:
+    # The client API does not set the user, which MLflow's pages show.
+    """Return the tags of a new MLflow run."""
     user = {"mlflow.user": getpass.getuser()}
     return user | ({"continues_run": earlier_run_id} if earlier_run_id else {})
 
 
 def _log_params(client: Any, run: Any, params: Mapping[str, object]) -> None:
+    """Log new parameters, and changed ones as tags `resumed.<parameter>`."""
     from mlflow.entities import Param
 
-    run_id, known = run.info.run_id, run.data.params
+    run_id, recorded_params = run.info.run_id, run.data.params
     wanted = {name: str(value)[:_PARAM_CHARACTERS] for name, value in params.items()}
-    new = [Param(name, value) for name, value in wanted.items() if name not in known]
+    new = [Param(name, value) for name, value in wanted.items() if name not in recorded_params]
     for chunk in _chunks(new, _PARAMS_PER_CALL):
         client.log_batch(run_id, params=chunk)
-    changed = {name: value for name, value in wanted.items() if known.get(name, value) != value}
+    changed = {
+        name: value for name, value in wanted.items() if recorded_params.get(name, value) != value
+    }
     _set_tags(client, run_id, {f"resumed.{name}": value for name, value in changed.items()})
 
 
 def _last_steps(client: Any, run_id: str) -> dict[str, int]:
-    """The last step logged of each metric. A crash may have cut a batch between two metrics."""
+    """Return the last logged step of each metric."""
     return {
+        # Per metric, because a crash may have interrupted a batch between two metrics.
         name: max(metric.step for metric in client.get_metric_history(run_id, name))
         for name in client.get_run(run_id).data.metrics
     }
 
 
 def _set_tags(client: Any, run_id: str, tags: Mapping[str, object]) -> None:
+    """Set tags in batches that MLflow accepts, truncating long values."""
     from mlflow.entities import RunTag
 
-    found = [RunTag(name, str(value)[:_TAG_CHARACTERS]) for name, value in tags.items()]
-    for chunk in _chunks(found, _TAGS_PER_CALL):
+    run_tags = [RunTag(name, str(value)[:_TAG_CHARACTERS]) for name, value in tags.items()]
+    for chunk in _chunks(run_tags, _TAGS_PER_CALL):
         client.log_batch(run_id, tags=chunk)
 
 
@@ -444,9 +479,10 @@ def _is_hopeless(error: Exception) -> bool:
 
 
 class SilentTracker(Tracker):
-    """Takes everything and does nothing."""
+    """A tracker that records nothing."""
 
     def __init__(self) -> None:
+        # Without super().__init__(), which would start the outbox thread.
         self.uri = self.run_id = self.run_name = self.experiment_id = ""
 
     @override
@@ -495,7 +531,7 @@ class SilentTracker(Tracker):
 
 
 _NOT_IN_NAMES = re.compile(r"[^\w\-. /]")
-"""MLflow takes none of these in the name of a metric."""
+"""Characters that MLflow rejects in the name of a metric."""
 
 
 def record_evaluation(
@@ -507,15 +543,15 @@ def record_evaluation(
     step: int,
     metrics: Mapping[str, float],
 ) -> bool:
-    """Adds metrics to a run's record.
+    """Add metrics to a run's record.
 
     Args:
-        config: which store.
-        storage: the folder of the run's folder; a default database lies in it.
-        run_id: of the run in MLflow.
-        run_dir: the run's folder. A copy of the folder that the record names is another run.
-        step: the checkpoint's.
-        metrics: by name.
+        config: the recipe's `tracking` section.
+        storage: the parent of the run's folder; holds the default database.
+        run_id: id of the MLflow run.
+        run_dir: the run's folder. If it is a copy of the recorded folder, nothing is added.
+        step: step of the evaluated checkpoint.
+        metrics: values by name.
 
     Returns:
         Whether the store knows the run.
@@ -532,30 +568,31 @@ def record_evaluation(
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        told = [
+        entries = [
             Metric(_NOT_IN_NAMES.sub("_", name), value, now, step)
             for name, value in metrics.items()
         ]
-        for first in range(0, len(told), METRICS_PER_CALL):
-            client.log_batch(run_id, metrics=told[first : first + METRICS_PER_CALL])
+        for first in range(0, len(entries), METRICS_PER_CALL):
+            client.log_batch(run_id, metrics=entries[first : first + METRICS_PER_CALL])
     return True
 
 
 def _is_elsewhere(recorded: str | None, run_dir: str) -> bool:
-    """Return whether the run on record still has its own folder, of which `run_dir` is a copy."""
+    """Return whether the recorded run's folder still exists and `run_dir` is a copy of it."""
     if recorded in (None, run_dir) or not (
         Storage(recorded).is_local and Storage(run_dir).is_local
     ):
         return False
+    # A run that was moved has no folder at the recorded location.
     original = Path(recorded)
     return original.exists() and not original.samefile(run_dir)
 
 
 def check_model_name(name: str) -> None:
-    """Makes sure that MLflow's registry takes a name.
+    """Check that MLflow's registry accepts a name.
 
     Raises:
-        UserError: it does not.
+        UserError: the name is empty or contains '/', ':' or a quote.
     """
     if not name.strip() or {"/", ":", "'"} & set(name):
         raise UserError(f"--register: {name!r}: expected a name without '/', ':' and quotes")
@@ -571,19 +608,19 @@ def register_export(
     name: str,
     alias: str | None,
 ) -> str:
-    """Keeps an export and makes it the newest version of a registered model.
+    """Store an export and register it as the newest version of a model.
 
     Args:
-        config: which store.
-        storage: the folder of the run's folder; a default database lies in it.
-        run_id: of the run in MLflow. Where the store does not know it, the model has no run.
-        run_name: its name.
+        config: the recipe's `tracking` section.
+        storage: the parent of the run's folder; holds the default database.
+        run_id: id of the MLflow run. If the store does not know it, the model belongs to no run.
+        run_name: the run's name.
         model: the export.
-        name: of the registered model.
-        alias: moved to the new version; None: none is.
+        name: name of the registered model.
+        alias: alias to move to the new version; None: no alias is moved.
 
     Returns:
-        The URI by which MLflow loads it: `models:/NAME/VERSION`, or `models:/NAME@ALIAS`.
+        The URI by which MLflow loads the model: `models:/NAME/VERSION`, or `models:/NAME@ALIAS`.
 
     Raises:
         UserError: the store cannot be reached or written.
