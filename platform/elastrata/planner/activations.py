@@ -52,8 +52,8 @@ def micro_batches_in_flight(layout: Layout, micro_batches: int, stage: int) -> f
     GPipe holds all micro-batches. 1F1B holds one for each stage from this one to the last.
     Interleaved 1F1B holds (p - 1) / v more on the first device (arXiv 2104.04473, section 2.2;
     arXiv 2205.05198, section 4.2.3) and 2 / v fewer on each following one. Zero bubble as
-    implemented in torch.distributed holds p on every stage: those of 1F1B, and one for each earlier
-    stage that waits for its weight gradients (arXiv 2401.10241, ZB-H1).
+    implemented in torch.distributed holds p on every stage: the p - `stage` of 1F1B, and `stage`
+    more that wait for their weight gradients (arXiv 2401.10241, ZB-H1).
     """
     if layout.pipeline == 1:
         return 1
@@ -81,7 +81,7 @@ def travelling(
         return 0.0
     parts = layout.tensor if layout.sequence else 1
     # torch.distributed's pipelines receive each micro-batch of a step into a separate buffer, and
-    # keep what a stage has sent until its gradient returns.
+    # keep sent hidden states until their gradient returns.
     hidden = layout.micro_batch * model.seq_len * model.hidden * stack.element_bytes / parts
     before = layout.virtual_stages - (stage == 0)
     behind = layout.virtual_stages - (stage == layout.pipeline - 1)
@@ -114,7 +114,6 @@ def kept_activations(model: ModelSpec, stack: Stack, layout: Layout, block: floa
     hidden = tokens * model.hidden * stack.element_bytes
     if layout.checkpointing == "full":
         return hidden / parts
-    # `selective` never keeps more than no checkpointing does.
     return min(block, hidden / parts + tokens * _kept_results(model, stack, layout))
 
 

@@ -283,14 +283,16 @@ def smallest_together(kinds: Sequence[Choices]) -> JointChoice | None:
     if no choices are compatible."""
     if len(kinds) == 1:
         return (kinds[0].smallest,) if kinds[0].all else None
-    found = [tuple(kind.smallest for kind in compatible) for compatible in _compatible_choices(kinds)]
+    found = [
+        tuple(kind.smallest for kind in compatible) for compatible in _compatible_choices(kinds)
+    ]
     return min(found, key=partial(_largest_bytes, kinds), default=None)
 
 
 def _compatible_choices(kinds: Sequence[Choices]) -> Iterator[list[Choices]]:
     """Yield the candidates of each kind, restricted to one recomputation policy and one gradient
     sync."""
-    # All kinds must share both values because their ranks take part in the same collectives.
+    # The trainer applies one recomputation policy and one gradient sync to the whole group.
     for policy, sync in reversed(list(product(kinds[0].policies, kinds[0].syncs))):
         restricted = [replace(kind, policies=(policy,), syncs=(sync,)) for kind in kinds]
         if all(kind.all for kind in restricted):
