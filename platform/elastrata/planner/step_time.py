@@ -21,8 +21,8 @@ from elastrata.planner.operations import (
 from elastrata.workload.model_spec import ModelSpec
 
 # Nine fp32 accesses: reads of the parameter, the gradient and two moments, writes of three of them,
-# one more read of the gradient for the norm and one write that zeroes it; and up to 4 bytes for the copy
-# of the parameter in the dtype of the computation.
+# one more read of the gradient for the norm and one write that zeroes it. Up to 4 bytes are for the
+# copy of the parameter in the dtype of the computation.
 _UPDATE_BYTES = 40
 """Bytes that AdamW reads and writes per parameter."""
 _ZERO_BUBBLE = 1 / 3
