@@ -1,1 +1,1 @@
-"""The planner: memory, time and money of a run, computed before anything is rented."""
+"""The planner: memory, time and cost of a run, computed before any machine is rented."""

@@ -1,4 +1,5 @@
-"""The choice that `auto` stands for: all candidates, the best by the plan, and what corrects it."""
+"""Selection of the values of `auto` keys: candidates, ranking by the plan, and correction by
+measurements."""
 
 from __future__ import annotations
 
@@ -20,35 +21,37 @@ from elastrata.planner.step_time import step_time
 from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.workload.model_spec import ModelSpec
 
+# The plan does not model the launch cost of each micro-batch.
 _EQUALLY_FAST = 1.01
-"""Choices so much slower than the fastest count as fast, and the largest is taken: the plan knows
-nothing of what starting each of them costs."""
+"""Choices within this factor of the fastest one count as equally fast, and the one with the largest
+micro-batch wins."""
 MEASURED_STEPS = 4
-"""Steps of a phase, after which the choice stays."""
+"""Steps of a phase after which the choice no longer changes."""
 USABLE = 0.9
-"""Share of a worker's memory; the rest is for what no step has shown yet."""
+"""Usable share of a worker's memory. The rest is a reserve for peaks that no step has shown yet."""
 _MARGIN = 1.1
-"""On how much more a larger choice needs than one that was measured."""
-_TELLING = 1.05
-"""Times the need of a step: another one that needs so much by the plan shows how the plan errs."""
+"""Safety factor on the additional memory of a choice compared with a measured one."""
+_SIGNIFICANT_GROWTH = 1.05
+"""Factor by which the planned memory of a step must grow before the step corrects the plan."""
+# After one step the plan's error about growth is still unknown.
 _FIRST_SHARE = 0.5
-"""Share of the room left after the first step that the second may take: by how much the
-plan errs about growth is not known before."""
+"""Share of the free memory after the first step that the second step may use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Values of the recipe's keys of these names."""
+    """Values for the recipe keys with the same names as the fields."""
 
     micro_batch_tokens: int
     activation_checkpointing: Recomputation
     gradient_sync: GradientSync = "step"
-    """Of the section `parallel`."""
+    """Key of the section `parallel`."""
 
 
 def budgets(longest: int, batch_size: int) -> tuple[int, ...]:
-    """The numbers of tokens that `micro_batch_tokens: auto` may stand for, ascending: one, two,
-    four... of the longest samples, as many as a step has.
+    """Return the token numbers that `micro_batch_tokens: auto` may resolve to, ascending.
+
+    They hold 1, 2, 4... of the longest samples, up to the batch size.
 
     Args:
         longest: tokens of the longest sample.
@@ -62,26 +65,28 @@ def budgets(longest: int, batch_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """All choices for one phase of a recipe, on one group of workers."""
+    """Candidate choices for one phase of a recipe on one group of workers."""
 
     model: ModelSpec
     cluster: Cluster
     machine: Machine
     layout: Layout
-    """The group's; its micro-batches and its checkpointing do not count."""
+    """Layout of the group. Its `micro_batch` and `checkpointing` are ignored."""
     batch_size: int
     budgets: tuple[int, ...]
     """Ascending."""
     policies: tuple[Recomputation, ...]
-    """Policies that compute more again come later."""
+    """Ordered from least to most recomputation."""
     syncs: tuple[GradientSync, ...] = ("step",)
     below: float = math.inf
-    """Bytes; those that need as many by the plan, or more, have run out of memory."""
+    """Exclusive upper bound in planned bytes. Choices of this size or larger have run out of
+    memory."""
 
     @cached_property
     def all(self) -> tuple[Choice, ...]:
-        """Each of them. A budget is of no use where half of it takes all that a rank has."""
-        most = 2 * self._each * self.model.seq_len
+        """All candidates below the memory bound."""
+        # A budget is useless if half of it already holds all samples of a rank.
+        most = 2 * self._samples_per_rank * self.model.seq_len
         useful = (
             Choice(micro_batch_tokens=budget, activation_checkpointing=policy, gradient_sync=sync)
             for budget, policy, sync in product(self.budgets, self.policies, self.syncs)
@@ -90,31 +95,31 @@ class Choices:
         return tuple(choice for choice in useful if self.bytes(choice) < self.below)
 
     def smaller_than(self, choice: Choice) -> Choices:
-        """Those that need less memory than one, by the plan."""
+        """Return the choices that need less memory than a given one, by the plan."""
         return replace(self, below=min(self.below, self.bytes(choice)))
 
     @property
-    def _each(self) -> int:
-        """Samples of a rank in a step, at most."""
+    def _samples_per_rank(self) -> int:
+        """Largest number of samples of a rank in a step."""
         return -(-self.batch_size // self.layout.data)
 
     @property
     def smallest(self) -> Choice:
-        """The choice that needs least memory; of equals, the one that computes most again."""
-        return min(self.all, key=lambda choice: (self.bytes(choice), -self._place(choice)))
+        """The choice with the least memory; among equals, the one with the most recomputation."""
+        return min(self.all, key=lambda choice: (self.bytes(choice), -self._policy_index(choice)))
 
-    def _place(self, choice: Choice) -> int:
+    def _policy_index(self, choice: Choice) -> int:
         return self.policies.index(choice.activation_checkpointing)
 
     def bytes(self, choice: Choice, tokens: int | None = None) -> float:
-        """Memory of the worker that needs most.
+        """Return the memory of the worker that needs most, in bytes.
 
         Args:
-            choice: one of these.
-            tokens: of the largest micro-batch there is; default: as many as there may be.
+            choice: one of these choices.
+            tokens: tokens of the largest actual micro-batch. Default: the budget of the choice.
         """
         size = choice.micro_batch_tokens if tokens is None else max(1, tokens)
-        count = -(-self._each * self.model.seq_len // choice.micro_batch_tokens)
+        count = -(-self._samples_per_rank * self.model.seq_len // choice.micro_batch_tokens)
         needed = memory(
             replace(self.model, seq_len=size),
             self.cluster.device,
@@ -132,15 +137,16 @@ class Choices:
         )
 
     def seconds(self, choice: Choice) -> float:
-        """Seconds of a step of full-length samples; a last micro-batch takes what it is full."""
+        """Return the seconds of a step of full-length samples."""
         samples = max(1, choice.micro_batch_tokens // self.model.seq_len)
         layout = replace(self._layout(choice), micro_batch=samples)
         full = layout.micro_batches(self.batch_size) * samples * layout.data
         time = step_time(self.model, self.cluster, self.machine, layout, self.batch_size)
+        # A partial last micro-batch takes time in proportion to its samples.
         return time.total * self.batch_size / full
 
     def best(self, fits: Callable[[Choice], bool]) -> Choice:
-        """The fastest that fits, or the smallest where none does."""
+        """Return the fastest choice that fits, or the smallest one if none fits."""
         fitting = [choice for choice in self.all if fits(choice)]
         if not fitting:
             return self.smallest
@@ -151,95 +157,102 @@ class Choices:
 
 
 class Correction:
-    """Measurements of a group of workers, from which the choice for the next step follows.
+    """Measurements of a group of workers that determine the choice for the next step.
 
-    The first step is taken with what needs least memory. From there on what is measured counts, and
-    the plan tells differences only: how much more than a measured step another choice needs. Where
-    steps have shown that it tells too little, its differences are taken for as much larger.
+    The first step uses the choice with the least memory. Later steps rely on measurements, and the
+    plan only provides differences: how much more memory another choice needs than a measured step.
+    If steps show that the plan underestimates growth, its differences are scaled up.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._has_grown = False
         self._needed: float | None = None
-        """Bytes that the plan has for the step that the room was measured in."""
+        """Planned bytes of the step in which `_room` was measured."""
         self._room = 0.0
-        """Bytes that were left then, of those that may be used."""
+        """Usable bytes that were free in that step."""
         self._factor = 1.0
 
     def begin_phase(self) -> None:
-        """The choices are others from now on; what was measured stays."""
+        """Start over with the choices of a new phase, but keep the measurements."""
         self._steps = 0
 
     @property
     def is_over(self) -> bool:
-        """Whether enough steps were measured."""
+        """True once enough steps were measured."""
         return self._steps >= MEASURED_STEPS
 
     def measured(self, choices: Choices, choice: Choice, tokens: int, room: float) -> None:
-        """A step was taken.
+        """Record the memory measurement of a step.
 
         Args:
-            choices: it was one of.
-            choice: that it was taken with.
-            tokens: of its largest micro-batch, on any rank.
-            room: bytes that were left at the peak since the group began, on the rank that had
-                least, of those that may be used; negative where there were more in use.
+            choices: candidates of the step.
+            choice: choice that the step used.
+            tokens: tokens of its largest micro-batch on any rank.
+            room: usable bytes that were free at the peak since the group began, on the rank with
+                the least; negative if usage exceeded the limit.
         """
         self._steps += 1
         needed = choices.bytes(choice, tokens)
         if self._needed is None:
             self._needed, self._room = needed, room
-        elif needed >= _TELLING * self._needed:
+        elif needed >= _SIGNIFICANT_GROWTH * self._needed:
             self._has_grown = True
+            # The factor never drops below 1: the plan may only be corrected towards more memory.
             self._factor = max(1.0, (self._room - room) / (needed - self._needed))
             self._needed, self._room = needed, room
         elif needed > self._needed or room < self._room:
             self._needed, self._room = needed, room
 
     def more(self, choices: Choices, choice: Choice) -> float:
-        """Bytes that a choice needs beyond what was measured; negative where it needs less."""
+        """Return the bytes that a choice needs beyond the measured step; negative if it needs
+        less."""
         assert self._needed is not None
         growth = choices.bytes(choice) - self._needed
+        # Dividing a negative growth by the factor keeps the estimate pessimistic in both
+        # directions.
         factor = _MARGIN * self._factor
         return growth * factor if growth > 0 else growth / factor
 
     @property
     def has_measured(self) -> bool:
-        """Whether any step was measured."""
+        """True once a step was measured."""
         return self._needed is not None
 
     def fits(self, choices: Choices, choice: Choice) -> bool:
-        """Whether the next step is to have room for a choice, once one was measured."""
+        """Return whether the next step has room for a choice. At least one step must have been
+        measured."""
         is_first = self._steps == 1 and not self._has_grown and self._room > 0
         room = self._room * (_FIRST_SHARE if is_first else 1.0)
         return self.more(choices, choice) <= room
 
     def next(self, choices: Choices) -> Choice:
-        """The choice for the next step."""
+        """Return the choice for the next step."""
         if not self.has_measured:
             return choices.smallest
         return choices.best(lambda choice: self.fits(choices, choice))
 
 
 JointChoice = tuple[Choice, ...]
-"""Of each kind."""
+"""One choice for each kind."""
 
 
 def best_together(kinds: Sequence[Choices], fits: Callable[[int, Choice], bool]) -> JointChoice:
-    """The fastest that fit. Where a kind has room for none, all save as much memory as there is to
-    be saved together, and each has micro-batches as large as it has room for.
+    """Return the fastest compatible choices that fit.
+
+    If a kind has no choice that fits, all kinds use the recomputation and gradient sync with the
+    least memory, and each kind uses the largest micro-batches that it has room for.
 
     Args:
-        kinds: all that each may choose; some that go together.
-        fits: whether the kind of that number has room for a choice.
+        kinds: candidates of each kind; at least one compatible combination exists.
+        fits: whether the kind with the given index has room for a choice.
     """
     if found := fastest_together(kinds, fits):
         return found
     smallest = smallest_together(kinds)
     assert smallest is not None, "no choices that go together"
     return tuple(
-        _alike_one(kind, one).best(partial(fits, number))
+        _restrict_to(kind, one).best(partial(fits, number))
         for number, (kind, one) in enumerate(zip(kinds, smallest, strict=True))
     )
 
@@ -247,65 +260,69 @@ def best_together(kinds: Sequence[Choices], fits: Callable[[int, Choice], bool])
 def fastest_together(
     kinds: Sequence[Choices], fits: Callable[[int, Choice], bool]
 ) -> JointChoice | None:
-    """The choices with which the kind that takes longest takes least; None where a kind has room
-    for none that goes with those of the others.
+    """Return the compatible choices that minimise the time of the slowest kind, or None if a kind
+    has room for no compatible choice.
 
     Args:
-        kinds: all that each may choose.
-        fits: whether the kind of that number has room for a choice.
+        kinds: candidates of each kind.
+        fits: whether the kind with the given index has room for a choice.
     """
     if len(kinds) == 1:
         only = partial(fits, 0)
         return (kinds[0].best(only),) if any(map(only, kinds[0].all)) else None
     found = [
-        tuple(kind.best(partial(fits, number)) for number, kind in enumerate(alike))
-        for alike in _alike(kinds)
-        if all(any(fits(n, choice) for choice in kind.all) for n, kind in enumerate(alike))
+        tuple(kind.best(partial(fits, number)) for number, kind in enumerate(compatible))
+        for compatible in _compatible_choices(kinds)
+        if all(any(fits(n, choice) for choice in kind.all) for n, kind in enumerate(compatible))
     ]
-    return min(found, key=partial(_seconds, kinds), default=None)
+    return min(found, key=partial(_slowest_seconds, kinds), default=None)
 
 
 def smallest_together(kinds: Sequence[Choices]) -> JointChoice | None:
-    """The choices that need least memory of the kind that needs most; None where there are none
-    that go together."""
+    """Return the compatible choices that minimise the memory of the kind that needs most, or None
+    if no choices are compatible."""
     if len(kinds) == 1:
         return (kinds[0].smallest,) if kinds[0].all else None
-    found = [tuple(kind.smallest for kind in alike) for alike in _alike(kinds)]
-    return min(found, key=partial(_bytes, kinds), default=None)
+    found = [
+        tuple(kind.smallest for kind in compatible) for compatible in _compatible_choices(kinds)
+    ]
+    return min(found, key=partial(_largest_bytes, kinds), default=None)
 
 
-def _alike(kinds: Sequence[Choices]) -> Iterator[list[Choices]]:
-    """By what is computed again and when gradients are summed: what each kind may choose then."""
+def _compatible_choices(kinds: Sequence[Choices]) -> Iterator[list[Choices]]:
+    """Yield the candidates of each kind, restricted to one recomputation policy and one gradient
+    sync."""
+    # The trainer applies one recomputation policy and one gradient sync to the whole group.
     for policy, sync in reversed(list(product(kinds[0].policies, kinds[0].syncs))):
-        alike = [replace(kind, policies=(policy,), syncs=(sync,)) for kind in kinds]
-        if all(kind.all for kind in alike):
-            yield alike
+        restricted = [replace(kind, policies=(policy,), syncs=(sync,)) for kind in kinds]
+        if all(kind.all for kind in restricted):
+            yield restricted
 
 
-def _alike_one(kind: Choices, choice: Choice) -> Choices:
-    """All that a kind may choose which computes the same things again as a choice, and sums at the
-    same time."""
-    way, sync = choice.activation_checkpointing, choice.gradient_sync
-    return replace(kind, policies=(way,), syncs=(sync,))
+def _restrict_to(kind: Choices, choice: Choice) -> Choices:
+    """Return the choices of a kind with the recomputation and gradient sync of a given choice."""
+    policy, sync = choice.activation_checkpointing, choice.gradient_sync
+    return replace(kind, policies=(policy,), syncs=(sync,))
 
 
-def _seconds(kinds: Sequence[Choices], chosen: JointChoice) -> float:
+def _slowest_seconds(kinds: Sequence[Choices], chosen: JointChoice) -> float:
     return max(kind.seconds(choice) for kind, choice in zip(kinds, chosen, strict=True))
 
 
-def _bytes(kinds: Sequence[Choices], chosen: JointChoice) -> float:
+def _largest_bytes(kinds: Sequence[Choices], chosen: JointChoice) -> float:
     return max(kind.bytes(choice) for kind, choice in zip(kinds, chosen, strict=True))
 
 
 def group_layout(parallel: ParallelConfig, world_size: int) -> Layout:
-    """How a group of workers divides the model: as `rank_mesh` makes it.
+    """Return the layout of a group of workers, as `rank_mesh` divides the model.
 
     Args:
-        parallel: the recipe's.
+        parallel: section of the recipe.
         world_size: workers of the group, a multiple of `parallel.group_size`.
     """
     data = world_size // parallel.group_size
     copies = data if parallel.replicate == "all" else parallel.replicate
+    # `rank_mesh` falls back to one copy if the ranks cannot be divided evenly.
     copies = copies if data % copies == 0 else 1
     return Layout(
         tensor=parallel.tensor,
@@ -322,20 +339,21 @@ def group_layout(parallel: ParallelConfig, world_size: int) -> Layout:
 
 
 def group_cluster(device_name: str, world_size: int, per_node: int) -> Cluster:
-    """The workers as the plan sees them.
+    """Return the cluster that represents a group of workers in the plan.
 
     Args:
-        device_name: as PyTorch has it; any CPU's is `CPU`.
+        device_name: name by PyTorch; `CPU` for any CPU.
         world_size: workers of the group.
-        per_node: of them, on one node.
+        per_node: workers on one node.
     """
     return Cluster(device=device_like(device_name), devices=world_size, per_node=per_node)
 
 
 def policies(recipe: Recipe) -> tuple[Recomputation, ...]:
-    """The values that `activation_checkpointing: auto` may have; zero bubble divides the backward
-    pass, and what `selective` keeps is there for one."""
+    """Return the values that `activation_checkpointing: auto` may resolve to."""
     if recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero_bubble":
+        # Zero bubble splits the backward pass, but activations saved by `selective` serve only one
+        # pass.
         return ("none", "full")
     return ("none", "selective", "full")
 
@@ -348,15 +366,15 @@ def phase_choices(
     layout: Layout,
     cluster: Cluster,
 ) -> Choices:
-    """The choices of a group for one phase; a single one where the recipe leaves nothing open.
+    """Return the choices of a group for one phase; exactly one if the recipe has no `auto` key.
 
     Args:
-        recipe: that is trained.
-        part: its phase.
-        model: on samples as long as that phase's.
-        sizes: tokens that a micro-batch may have, ascending.
-        layout: of the group.
-        cluster: the group.
+        recipe: recipe to train.
+        part: phase of the recipe.
+        model: model with the phase's sample length.
+        sizes: allowed tokens of a micro-batch, ascending.
+        layout: layout of the group.
+        cluster: devices of the group.
     """
     policy, sync = recipe.activation_checkpointing, recipe.parallel.gradient_sync
     return Choices(
@@ -373,26 +391,27 @@ def phase_choices(
 
 @dataclass(frozen=True, kw_only=True)
 class AutomaticPlan:
-    """The plan for `auto` on a cluster. The field names are keys of `elastrata plan --json`."""
+    """Plan for `auto` on a cluster. The field names are keys of `elastrata plan --json`."""
 
     layout: str
-    """How the recipe has the devices divide the model."""
+    """Division of the model among devices, as the recipe specifies it."""
     micro_batch_tokens: int
     activation_checkpointing: str
     gradient_sync: str
     memory_bytes: float
     fits: bool
-    """Whether that is within what a group dares to use of its devices."""
+    """True if the memory is within the usable share of a device."""
 
 
 def planned(recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster) -> AutomaticPlan:
-    """The choice of a group on all devices of a cluster, if it measured what is planned.
+    """Return the choice of a group on all devices of a cluster, assuming that measurements match
+    the plan.
 
     Args:
-        recipe: that leaves something open.
-        part: one of its phases.
-        model: on samples as long as that phase's.
-        cluster: with a multiple of `parallel.group_size` devices.
+        recipe: recipe with an `auto` key.
+        part: phase of the recipe.
+        model: model with the phase's sample length.
+        cluster: cluster with a multiple of `parallel.group_size` devices.
     """
     layout = group_layout(recipe.parallel, cluster.devices)
     tokens = part.micro_batch_tokens

@@ -1,4 +1,4 @@
-"""A cluster: equal devices in equal nodes, and the file or short form that describes one."""
+"""Clusters of equal nodes with equal devices, and their description in a file or a short form."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _GBIT = 1e9 / 8
 
 
 def _in_any_case(names: Iterable[str]) -> str:
-    """A pattern for these names, in upper or lower case: JSON Schema has no flag for it."""
+    """Return a regular expression that matches these names in upper or lower case."""
+    # JSON Schema's patterns have no case-insensitive flag.
     letters = [[f"[{c}{c.lower()}]" if c.isalpha() else c for c in name] for name in names]
     return f"^({'|'.join(''.join(name) for name in letters)})$"
 
@@ -69,27 +70,27 @@ class ClusterConfig(Config):
         try:
             return device_named(name).name
         except UserError as error:
-            # The place and the value stand in front of it.
+            # pydantic's message already names the key and the value.
             raise ValueError(error.problems[0].removeprefix(f"{name}: ")) from None
 
     def described(self) -> Device:
-        """Return the device, with what the file says of it in place of its data sheet."""
+        """Return the device, with the values of the file overriding those of its data sheet."""
         sheet = device_named(self.device)
         return replace(
             sheet,
-            memory_bytes=_times(self.memory_gb, 1e9, sheet.memory_bytes),
-            peak=Peak(_times(self.peak_tflops, 1e12, sheet.peak_flops), sheet.peak.dtype),
-            link=_times(self.link_gb_per_second, 1e9, sheet.link),
-            network=_times(self.network_gbit, _GBIT, sheet.network),
+            memory_bytes=_in_units(self.memory_gb, 1e9, sheet.memory_bytes),
+            peak=Peak(_in_units(self.peak_tflops, 1e12, sheet.peak_flops), sheet.peak.dtype),
+            link=_in_units(self.link_gb_per_second, 1e9, sheet.link),
+            network=_in_units(self.network_gbit, _GBIT, sheet.network),
         )
 
 
-def _times(amount: float | None, unit: float, default: float) -> float:
+def _in_units(amount: float | None, unit: float, default: float) -> float:
     return default if amount is None else amount * unit
 
 
 def cluster_schema() -> dict[str, Any]:
-    """The schema of a cluster file as `elastrata plan` reads it."""
+    """Return the JSON Schema of a cluster file for `elastrata plan`."""
     return {"$schema": DRAFT, "title": "Elastrata cluster", **ClusterConfig.model_json_schema()}
 
 
@@ -98,21 +99,19 @@ _SHORT = re.compile(r"(\d{1,12})\s*[xX*]\s*([^\s+]+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Equal devices in equal nodes."""
+    """Equal nodes with equal devices."""
 
     device: Device
     devices: int
     per_node: int
     price: float | None = None
-    """A device for an hour, in whatever currency."""
+    """Price of one device per hour, in any currency."""
     spot_price: float | None = None
-    """Likewise, where it may be taken away."""
+    """Price of one interruptible device per hour."""
 
     def bus(self, size: int, stride: int) -> float:
-        """Bytes per second, each way, at which every member of a group can send while all do.
-
-        In a ring over nodes every member beside another of its node uses a network card of its
-        own, so a group with many members in each node is as fast as all their cards.
+        """Return the bytes per second, each way, at which every member of a group can send
+        simultaneously.
 
         Args:
             size: members of the group.
@@ -120,38 +119,40 @@ class Cluster:
         """
         if size * stride <= self.per_node:
             return self.device.link
-        beside = max(1, self.per_node // stride)
-        return min(self.device.link, beside * self.device.network)
+        # In a ring over nodes every member of a node uses a separate network card, so the group is
+        # as fast as all cards of its members in a node.
+        members_per_node = max(1, self.per_node // stride)
+        return min(self.device.link, members_per_node * self.device.network)
 
     def is_inside_node(self, size: int, stride: int) -> bool:
-        """Whether all members of a group are on one node."""
+        """Return whether all members of a group are on one node."""
         return size * stride <= self.per_node
 
 
 def read_cluster(text: str) -> Cluster:
-    """Return the cluster of a short form such as `128xA100-80GB`, or of a YAML file.
+    """Return the cluster from a short form such as `128xA100-80GB`, or from a YAML file.
 
     Raises:
-        UserError: one line per mistake.
+        UserError: one line for each mistake.
     """
     if found := _SHORT.fullmatch(text.strip()):
-        return _cluster(int(found[1]), _device_named_in(text, found[2]))
+        return _cluster(int(found[1]), _find_device(text, found[2]))
     if not os.path.lexists(text):
         raise UserError(
             f"--cluster: {text}: no such file; expected one, or a number of devices such as "
             "128xA100-80GB"
         )
-    return _read(text)
+    return _read_file(text)
 
 
-def _device_named_in(where: str, name: str) -> Device:
+def _find_device(where: str, name: str) -> Device:
     try:
         return device_named(name)
     except UserError as error:
         raise UserError(f"{where}: device: {error.problems[0]}") from None
 
 
-def _read(path: str) -> Cluster:
+def _read_file(path: str) -> Cluster:
     values = parse_yaml(read_text(Path(path), path), path)
     if not isinstance(values, dict):
         keys = ", ".join(ClusterConfig.model_fields)

@@ -1,4 +1,4 @@
-"""Devices by name, from their data sheets, and the share of their rates that is reached."""
+"""Table of devices with the rates of their data sheets, and the reached shares of these rates."""
 
 from __future__ import annotations
 
@@ -15,65 +15,70 @@ class Device:
     name: str
     peak: Peak
     memory_bytes: float
-    """Bytes that PyTorch sees: less than the data sheet says, by what the driver keeps."""
+    """Bytes visible to PyTorch: the data sheet's memory without the driver's share."""
     memory_bandwidth: float
     """Bytes per second."""
     multiprocessors: int
     tiles: tuple[tuple[int, int, float], ...]
-    """Rows and columns of the parts that a matrix product is cut into, one for each
-    multiprocessor at a time, with the rate relative to the best of them."""
+    """Rows, columns and relative rate of the tiles of a matrix product. Each multiprocessor
+    computes one tile at a time."""
     link: float
-    """Bytes per second, each way, to the other devices of a node."""
+    """Bytes per second, each way, to other devices of a node."""
     link_name: str
     network: float
-    """Bytes per second, each way, for each device, to other nodes, as machines with it usually
-    have."""
+    """Bytes per second of each device, each way, to other nodes, in typical machines with this
+    device."""
     per_node: int
-    """Devices in such a machine."""
+    """Devices of a typical machine."""
     reserved_bytes: float
-    """For the driver, its kernels and the communication library."""
+    """Bytes for the driver, its kernels and the communication library."""
     source: str
 
     @property
     def peak_flops(self) -> float:
-        """Dense matrix products per second."""
+        """Peak FLOP/s of dense matrix products."""
         return self.peak.flops
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Shares of peak rates, and what every message costs whatever its size."""
+    """Reached shares of peak rates, and the fixed cost of a message."""
 
     matmul: float
-    """Share of the peak, by matrix products that fill the device. Fitted."""
+    """Share of the peak that device-filling matrix products reach. Fitted."""
     memory: float
-    """Share of the memory's bandwidth, by element-wise kernels. Fitted."""
+    """Share of the memory bandwidth that element-wise kernels reach. Fitted."""
     attention: float = 0.6
-    """Share of the peak, by flash attention (FlashAttention-2, arXiv 2307.08691: 50 to 73%)."""
+    """Share of the peak that flash attention reaches (FlashAttention-2, arXiv 2307.08691: 50 to
+    73%)."""
+    # Eight A100 over NVLink, all-reduce: 232.5 GB/s of 300 (github.com/NVIDIA/nccl-tests, issue
+    # 175).
     link: float = 0.75
-    """Share of the link in a node, by collectives (eight A100 over NVLink, all-reduce: 232.5 GB/s
-    of 300; github.com/NVIDIA/nccl-tests, issue 175)."""
+    """Share of the link in a node that collectives reach."""
+    # Nodes of eight A100 with four cards of 200 Gbit/s, all-reduce: 85 to 91 GB/s of 100
+    # (github.com/NVIDIA/nccl-tests, issues 100, 119 and 175). The default is lower because larger
+    # networks are shared.
     network: float = 0.8
-    """Share of the network, by collectives (nodes of eight A100 with four cards of 200 Gbit/s,
-    all-reduce: 85 to 91 GB/s of 100; github.com/NVIDIA/nccl-tests, issues 100, 119 and 175). Less
-    is counted on, as larger networks are shared."""
+    """Share of the network that collectives reach."""
     message_seconds: float = 20e-6
-    """Before a message's first byte: the launch of a kernel, and its way through a ring."""
+    """Latency of a message: the launch of the kernel and the way through a ring."""
 
 
 GPU_PRIOR = Efficiency(matmul=0.75, memory=0.75)
-"""Before any fit."""
+"""Values before any fit."""
 GPU = replace(GPU_PRIOR, matmul=0.741, memory=0.735)
-"""Fitted on four rows of Megatron-LM's table 1; tests/platform_/test_planner_published.py."""
+"""Values fitted on four rows of Megatron-LM's table 1; see
+tests/platform_/test_planner_published.py."""
 CPU = Efficiency(matmul=0.6, memory=0.6, attention=0.3, link=0.5, network=0.5, message_seconds=5e-4)
-"""Nothing fitted: of a core among others, as they come."""
+"""Estimates, not fitted, for one core among other busy ones."""
 
 
 _GB = 1e9
 _GIB = 2**30
+# Smaller tiles read more bytes for each product (NVIDIA, Matrix Multiplication Background User's
+# Guide, section 3).
 _TENSOR_CORE_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75))
-"""The largest tiles of cuBLAS; smaller ones read more bytes for each product
-(NVIDIA, Matrix Multiplication Background User's Guide, section 3)."""
+"""Largest tiles of cuBLAS."""
 _SMALL_TILES = ((128, 128, 1.0), (128, 64, 0.85))
 
 DEVICES = {
@@ -249,26 +254,25 @@ DEVICES = {
         ),
     )
 }
-"""By name."""
+"""Devices by name."""
 
 ALIASES = {"A100": "A100-80GB", "H100": "H100-80GB", "V100": "V100-32GB"}
 
-_SLICED = {
+_MIG_PROFILES = {
     "A100-40GB": (14, ("1g.5gb", "2g.10gb", "3g.20gb", "4g.20gb")),
     "A100-80GB": (14, ("1g.10gb", "2g.20gb", "3g.40gb", "4g.40gb")),
     "H100-80GB": (16, ("1g.10gb", "2g.20gb", "3g.40gb", "4g.40gb")),
     "H200": (16, ("1g.18gb", "2g.35gb", "3g.71gb", "4g.71gb")),
 }
-"""Devices that MIG slices: multiprocessors for each `g`, and profiles (NVIDIA MIG User Guide)."""
-_EIGHTHS = {"1g": 1, "2g": 2, "3g": 4, "4g": 4}
-"""Parts of the memory that a profile has."""
+"""Multiprocessors for each `g`, and MIG profiles, by device (NVIDIA MIG User Guide)."""
+_MEMORY_EIGHTHS = {"1g": 1, "2g": 2, "3g": 4, "4g": 4}
+"""Eighths of the device's memory in each profile."""
 
 
-def _slice(device: Device, cores: int, profile: str) -> Device:
-    """A slice, such as `H100-80GB-3g.40gb`: NCCL joins none of a machine, so it is counted as alone
-    there."""
+def _build_slice(device: Device, cores: int, profile: str) -> Device:
+    """Return a MIG slice of a device, such as `H100-80GB-3g.40gb`."""
     compute = profile.partition(".")[0]
-    multiprocessors, share = cores * int(compute[0]), _EIGHTHS[compute] / 8
+    multiprocessors, share = cores * int(compute[0]), _MEMORY_EIGHTHS[compute] / 8
     flops = device.peak_flops * multiprocessors / device.multiprocessors
     return replace(
         device,
@@ -277,25 +281,26 @@ def _slice(device: Device, cores: int, profile: str) -> Device:
         memory_bytes=device.memory_bytes * share,
         memory_bandwidth=device.memory_bandwidth * share,
         multiprocessors=multiprocessors,
+        # NCCL cannot connect two slices of a machine, so each counts as alone on its node.
         per_node=1,
     )
 
 
 SLICES = {
     one.name: one
-    for name, (cores, profiles) in _SLICED.items()
+    for name, (cores, profiles) in _MIG_PROFILES.items()
     for profile in profiles
-    for one in [_slice(DEVICES[name], cores, profile)]
+    for one in [_build_slice(DEVICES[name], cores, profile)]
 }
-"""By name."""
+"""MIG slices by name."""
 NAMES = (*DEVICES, *ALIASES, *SLICES)
 
 
 def device_named(name: str) -> Device:
-    """A device of the table, or a slice of one, by its name in any case or by a short one.
+    """Return the device or slice with a name or alias, in any case.
 
     Raises:
-        UserError: there is none.
+        UserError: no device has that name.
     """
     known = {one.lower(): ALIASES.get(one, one) for one in NAMES}
     known_name = known.get(name.lower())
@@ -306,13 +311,14 @@ def device_named(name: str) -> Device:
 
 
 def device_like(name: str) -> Device:
-    """The device of the table, or the slice of one, that a driver's name for it means, such as
-    `NVIDIA A100-SXM4-40GB MIG 3g.20gb`; that of an A100 for one that is not in it.
+    """Return the device or slice that a driver's name such as `NVIDIA A100-SXM4-40GB MIG 3g.20gb`
+    denotes, or an A100 for an unknown name.
 
     Args:
-        name: as PyTorch has it; `CPU` for any CPU.
+        name: name by PyTorch; `CPU` for any CPU.
     """
-    words = name.upper().replace("-", " ").split()  # whole ones: an A100 is no A10
+    # Whole words are compared because "A10" is a prefix of "A100".
+    words = name.upper().replace("-", " ").split()
     family = [device for key, device in DEVICES.items() if key.split("-")[0] in words]
     sized = [device for device in family if device.name.split("-")[-1] in words]
     device = (sized or family or [DEVICES["A100-80GB"]])[0]

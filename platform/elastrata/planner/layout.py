@@ -1,4 +1,4 @@
-"""A layout: how devices divide a model and its batch among them."""
+"""Layouts: division of a model and its batch among devices."""
 
 from __future__ import annotations
 
@@ -8,51 +8,53 @@ from elastrata.parallel.activation_checkpointing import Recomputation
 from elastrata.parallel.parallelize import GradientSync, Schedule
 
 MOST_SAMPLES = 64
-"""Longest samples in a micro-batch: devices are full long before."""
+"""Largest number of full-length samples in a micro-batch. Devices saturate long before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes whose product is the number of devices. Neighbouring devices share a sample (`tensor`),
-    then a copy of the state (`shards`), then come other copies, then the next stage."""
+    """Parallel sizes whose product is the number of devices.
+
+    From innermost to outermost, devices are ordered by `tensor`, `shards`, `copies` and `pipeline`.
+    """
 
     tensor: int = 1
     sequence: bool = False
-    """Whether tokens are divided as well, between the matrices."""
+    """Whether tensor-parallel devices divide tokens between the matrices (sequence parallelism)."""
     pipeline: int = 1
     virtual_stages: int = 1
     """Parts of the model on each device of a pipeline."""
     schedule: Schedule = "1f1b"
     stage_speeds: tuple[float, ...] = ()
-    """How fast the devices of a pipeline are, one after the other; empty where equally fast."""
+    """Relative speeds of the devices of a pipeline, in order; empty if equal."""
     shards: int = 1
     """Devices that share one copy of parameters, gradients and optimizer states."""
     copies: int = 1
-    """Copies of the model; HSDP where there are several and each is sharded."""
+    """Copies of the model. With several copies and several shards this is HSDP."""
     micro_batch: int = 1
-    """Samples that go through the model together."""
+    """Samples of a micro-batch."""
     checkpointing: Recomputation = "none"
     gradient_sync: GradientSync = "step"
     reshard: bool = True
-    """Whether gathered parameters are dropped after each block's forward pass."""
+    """Whether gathered parameters are freed after each block's forward pass."""
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks: each has samples of its own."""
+        """Number of data-parallel ranks, which all process different samples."""
         return self.shards * self.copies
 
     @property
     def devices(self) -> int:
-        """In all."""
+        """Total number of devices."""
         return self.tensor * self.pipeline * self.data
 
     def micro_batches(self, batch_size: int) -> int:
-        """Micro-batches that each data-parallel rank runs through the model in a step."""
+        """Return the number of micro-batches of each data-parallel rank in a step."""
         return -(-batch_size // (self.data * self.micro_batch))
 
     @property
     def division(self) -> str:
-        """In words, without what may change from step to step."""
+        """The layout in words, without the values that can change between steps."""
         pieces = [f"tp{self.tensor}{'+sp' if self.sequence else ''}", f"pp{self.pipeline}"]
         if self.pipeline > 1:
             pieces[-1] += f" {self.schedule}" + (

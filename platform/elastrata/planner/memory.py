@@ -1,4 +1,4 @@
-"""Bytes on the device that needs most of them, at the moments of a step that need most."""
+"""Peak memory of the device that needs most, from the moments of a step that can be the peak."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from elastrata.workload.model_spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Terms of a moment of a step, as `Memory` has them."""
+    """Memory terms at one moment of a step, in bytes. The fields are those of `Memory`."""
 
     gathered: float
     gradients: float
@@ -38,13 +38,13 @@ class Moment:
 
     @property
     def total(self) -> float:
-        """In all."""
+        """Sum of the terms."""
         return self.gathered + self.gradients + self.activations + self.working
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A device's part of a model: a stage of a pipeline, or all of it."""
+    """One device's part of a model: a pipeline stage, or the whole model."""
 
     model: ModelSpec
     stack: Stack
@@ -52,16 +52,16 @@ class Stage:
     batch_size: int
     blocks: int
     number: int
-    """From 0."""
+    """Index of the stage, from 0."""
 
     @property
     def has_head(self) -> bool:
-        """Whether it makes logits."""
+        """True if this stage computes logits."""
         return self.number == self.layout.pipeline - 1
 
     @cached_property
     def numbers(self) -> float:
-        """Its parameters, before tensor-parallel devices divide them."""
+        """Number of parameters before division among tensor-parallel devices."""
         model = self.model
         numbers = self.blocks * model.block_parameters
         if self.number == 0:
@@ -70,17 +70,19 @@ class Stage:
             return numbers
         if self.number == 0:
             return numbers + model.head_parameters
+        # A tied table is copied to the last stage, which applies it as the head.
         return numbers + model.vocabulary * model.hidden + model.head_extra + model.sample_extra
 
     @property
     def shards(self) -> int:
-        """Devices that share its state."""
+        """Number of devices that share the stage's state."""
         return self.layout.shards if self.stack.sharding != "none" else 1
 
     @property
     def state_bytes(self) -> float:
-        """Of this device's share of the parameters, and of what the optimizer keeps."""
+        """Bytes of this device's shard of parameters and optimizer states."""
         spared = 0.0
+        # Muon keeps one moment for the matrices of blocks, AdamW two.
         if not self.stack.has_second_moments:
             matrices = self.blocks * self.model.block_matrices / self.layout.tensor
             spared = matrices * FP32_BYTES
@@ -88,7 +90,7 @@ class Stage:
 
     @property
     def peak(self) -> Moment:
-        """The moment that needs most."""
+        """The moment with the largest total."""
         moments = [self.at_end()]
         for before in (0, 1) if self.all_go_forward_first else (1,):
             moments += [self.in_block(before), self.at_front(before)]
@@ -98,78 +100,82 @@ class Stage:
 
     @cached_property
     def own(self) -> float:
-        """Parameters of each tensor-parallel device: positions are whole on all of them."""
+        """Parameters of each tensor-parallel device."""
+        # The position table is replicated on all tensor-parallel devices.
         whole = self.model.position_rows * self.model.hidden if self.number == 0 else 0
         return (self.numbers - whole) / self.layout.tensor + whole
 
     @property
     def is_divided(self) -> bool:
-        """Whether gradients of weights come later than those of inputs."""
+        """True if weight gradients are computed later than input gradients."""
         return self.layout.pipeline > 1 and self.layout.schedule == "zero_bubble"
 
     @property
     def goes_forward_first(self) -> bool:
-        """Whether all micro-batches go forward before the first goes backward."""
+        """True if all micro-batches go forward before the first goes backward."""
         return self.layout.pipeline > 1 and self.layout.schedule == "gpipe"
 
     @property
     def all_go_forward_first(self) -> bool:
-        """Whether it has no gradients when most micro-batches are in flight."""
+        """True if the stage holds no gradients when most micro-batches are in flight."""
         few = self.layout.pipeline > 1 and self.micro_batches <= self.in_flight
         return few or self.goes_forward_first
 
     @property
     def micro_batches(self) -> int:
-        """Of a step."""
+        """Micro-batches of a step."""
         return self.layout.micro_batches(self.batch_size)
 
     @property
     def waiting(self) -> float:
-        """Micro-batches that wait for their gradients of weights beside the newest."""
+        """Micro-batches that wait for their weight gradients, without the newest."""
         return min(self.number, self.micro_batches) / self.layout.virtual_stages
 
     def at_loss(self, before: int) -> Moment:
-        """Where the newest micro-batch's backward pass begins.
+        """Return the moment at which the newest micro-batch's backward pass begins.
 
         Args:
-            before: 0: it is the first one; 1: there are gradients of others.
+            before: 0 for the first backward pass of the step, 1 if gradients of earlier ones exist.
         """
         logits = logits_and_loss(self.model, self.stack, self.layout)
         inputs = head_inputs(self.model, self.stack, self.layout)
         return Moment(
-            gathered=self._gathered(1),
-            gradients=self._accumulated() * before,
-            activations=self._kept(before, newest=0),
+            gathered=self._gathered_parameters(1),
+            gradients=self._accumulated_gradients() * before,
+            # The newest head activations are the working memory of this moment.
+            activations=self._activations_in_flight(before, newest=0),
             working=logits + inputs,
         )
 
     def in_block(self, before: int) -> Moment:
-        """Where its last block goes backward."""
+        """Return the moment at which the last block goes backward; `before` as in `at_loss`."""
         layout = self.layout
         working = in_backward(self.model, self.stack, layout)
         working += computed_again(self.model, self.stack, layout)
-        if self.has_head:  # the gradient of its table is there until all blocks are done
+        if self.has_head:
+            # The gradient of the head's table exists until all blocks have gone backward.
             columns = self.model.vocabulary / layout.tensor
             working += columns * self.model.hidden * self.stack.element_bytes
         if self.is_divided:
             working += self._waiting_gradients() / layout.virtual_stages
             working += kept_product(self.model, self.stack, layout)
         return Moment(
-            gathered=self._gathered(2),
-            gradients=self._accumulated() * before,
-            activations=self._kept(before, newest=1 if self.is_divided else 0),
+            gathered=self._gathered_parameters(2),
+            gradients=self._accumulated_gradients() * before,
+            activations=self._activations_in_flight(before, newest=1 if self.is_divided else 0),
             working=working,
         )
 
     def at_front(self, before: int) -> Moment:
-        """Where its first blocks go backward. A pipeline has FSDP2 keep what was gathered for a
-        backward pass, but for the last one of a step, until it has gone forward again."""
+        """Return the moment at which the first blocks go backward; `before` as in `at_loss`."""
         moment, layout, stack = self.in_block(before), self.layout, self.stack
+        # In a pipeline FSDP2 keeps blocks gathered for a backward pass (except the last of a step)
+        # until they have gone forward again.
         behind = self.blocks // layout.virtual_stages - 2
         if not self._stays_gathered or behind <= 0:
             return moment
         block = self.model.block_parameters / layout.tensor
-        first = self._accumulated() and block * (behind + 1) * stack.gradient_bytes
+        first = self._accumulated_gradients() and block * (behind + 1) * stack.gradient_bytes
         return replace(
             moment,
             gathered=moment.gathered + behind * block * stack.element_bytes,
@@ -178,17 +184,17 @@ class Stage:
         )
 
     def at_end(self) -> Moment:
-        """Where the last backward pass ends."""
+        """Return the moment at which the last backward pass ends."""
         return Moment(
-            gathered=self._gathered(2),
-            gradients=self._reduced(),
-            activations=self._travelling(),
+            gathered=self._gathered_parameters(2),
+            gradients=self._gradients_at_end(),
+            activations=self._hidden_states_in_transit(),
             working=block_activations(self.model, self.stack, self.layout),
         )
 
     @property
     def in_flight(self) -> float:
-        """Micro-batches that wait for their backward pass, the newest with them."""
+        """Number of micro-batches that wait for their backward pass, including the newest."""
         stage = self.number - self.stack.extra_micro_batches
         return micro_batches_in_flight(self.layout, self.micro_batches, stage)
 
@@ -198,43 +204,47 @@ class Stage:
         return is_gathered and self.layout.pipeline > 1 and self.micro_batches > 1
 
     def _kept_of_block(self) -> float:
-        """Of one micro-batch."""
+        """Return the bytes that one block keeps for one micro-batch."""
         model, stack, layout = self.model, self.stack, self.layout
         return kept_activations(model, stack, layout, block_activations(model, stack, layout))
 
-    def _travelling(self) -> float:
+    def _hidden_states_in_transit(self) -> float:
         return travelling(
             self.model, self.stack, self.layout, self.micro_batches, self.in_flight, self.number
         )
 
-    def _kept(self, before: int, *, newest: int) -> float:
-        """Of all micro-batches in flight; of the newest one's head, too, where that is 1."""
+    def _activations_in_flight(self, before: int, *, newest: int) -> float:
+        """Return the bytes kept for all micro-batches in flight. `newest` is 1 to include the head
+        activations of the newest one."""
         in_flight = self.in_flight - (before if self.all_go_forward_first else 0)
         model, stack, layout = self.model, self.stack, self.layout
-        kept = self._kept_of_block() * self.blocks * in_flight + self._travelling()
+        kept = self._kept_of_block() * self.blocks * in_flight + self._hidden_states_in_transit()
         if self.number == 0:
             kept += normed_embeddings(model, stack, layout) * in_flight
         if self.is_divided:
             kept += self._waiting_gradients() * self.waiting
-        return kept + self._heads(newest) if self.has_head else kept
+        return kept + self._head_activations_in_flight(newest) if self.has_head else kept
 
-    def _heads(self, newest: int) -> float:
-        """Of micro-batches that have gone forward, or wait for their gradients of weights, which
-        takes the gradients of the head's inputs as well."""
+    def _head_activations_in_flight(self, newest: int) -> float:
+        """Return the bytes of head activations of micro-batches before their backward pass or
+        weight gradients."""
         head = head_activations(self.model, self.stack, self.layout)
         if self.goes_forward_first:
             return head * (self.micro_batches - 1)
         if not self.is_divided:
             return 0.0
         inputs = head_inputs(self.model, self.stack, self.layout)
+        # Weight gradients also need the gradients of the head's inputs.
         return (head + inputs) * (self.waiting + newest)
 
     def _waiting_gradients(self) -> float:
         return self.blocks * waiting_gradients(self.model, self.stack, self.layout)
 
-    def _accumulated(self) -> float:
-        """Gradients where a backward pass begins: those of the micro-batches before it, whole where
-        they are reduced once a step, else this shard's."""
+    def _accumulated_gradients(self) -> float:
+        """Return the bytes of gradients of earlier micro-batches at the start of a backward pass.
+
+        They are unsharded if gradients are reduced once per step, and sharded otherwise.
+        """
         if self.stack.sharding != "all":
             return self.own * self.stack.gradient_bytes
         if not self.stack.accumulates or self.micro_batches == 1:
@@ -242,37 +252,39 @@ class Stage:
         parts = self.layout.shards if self.layout.gradient_sync == "micro_batch" else 1
         return self.own / parts * self.stack.gradient_bytes
 
-    def _gathered(self, blocks: int) -> float:
-        """FSDP2 holds the block that is computed, the message of the next one, and what is outside
-        of blocks; a lone shard is copied, too. At the loss it holds the last block alone."""
+    def _gathered_parameters(self, blocks: int) -> float:
+        """Return the bytes of gathered parameters: `blocks` blocks and all parameters outside of
+        blocks."""
         if self.stack.sharding != "all" or not self.layout.reshard:
             return self.own * self.stack.element_bytes
-        ahead, outside = self._buckets(blocks)
+        # FSDP2 holds the computed block and the message that prefetches the next one; at the loss
+        # only the last block. Even a single shard is copied.
+        ahead, outside = self._bucket_sizes(blocks)
         return (ahead + outside) * self.stack.element_bytes
 
-    def _reduced(self) -> float:
-        """Gradients where the last backward pass ends: this shard's, and those on their way, as
-        they are and as a message."""
+    def _gradients_at_end(self) -> float:
+        """Return the bytes of gradients at the end of the last backward pass."""
         stack = self.stack
         if stack.sharding != "all":
             return self.own * stack.gradient_bytes
-        on_their_way = max(self._buckets(2)) * (stack.gradient_bytes + stack.reduced_bytes)
-        return self.own / self.layout.shards * stack.gradient_bytes + on_their_way
+        # A bucket in reduction exists twice: as gradients and as the message.
+        in_reduction = max(self._bucket_sizes(2)) * (stack.gradient_bytes + stack.reduced_bytes)
+        return self.own / self.layout.shards * stack.gradient_bytes + in_reduction
 
-    def _buckets(self, most: int) -> tuple[float, float]:
-        """Parameters of so many blocks, and of what is outside of blocks."""
+    def _bucket_sizes(self, most: int) -> tuple[float, float]:
+        """Return the parameters of up to `most` blocks, and those outside of blocks."""
         block = self.model.block_parameters / self.layout.tensor
         outside = self.own - self.blocks * block
         return min(most, self.blocks) * block, max(0.0, outside)
 
 
 def blocks_of_stages(model: ModelSpec, stack: Stack, layout: Layout) -> tuple[int, ...]:
-    """The blocks of each device along a pipeline, of all its parts of the model together.
+    """Return the number of blocks on each device along a pipeline, summed over its virtual stages.
 
     Args:
-        model: that is cut.
-        stack: the system that cuts it.
-        layout: with one part of the model, or several, on each of these devices.
+        model: model to split.
+        stack: training system that splits it.
+        layout: layout with the numbers of stages and virtual stages.
     """
     parts = layout.pipeline * layout.virtual_stages
     if parts == 1:
@@ -284,35 +296,37 @@ def blocks_of_stages(model: ModelSpec, stack: Stack, layout: Layout) -> tuple[in
 
 
 @cache
+# The search asks for the same split with every micro-batch size and sharding.
 def _span_lengths(costs: tuple[int, ...], parts: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """By `pipeline/stages.py`."""
+    """Return the number of blocks of each part, as `pipeline/stages.py` splits them."""
     return tuple(map(len, stage_spans(costs, parts, speeds or None)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one device."""
+    """Memory of one device, in bytes."""
 
     parameters: float
-    """Its share of the parameters and of what the optimizer keeps."""
+    """This device's shard of parameters and optimizer states."""
     gathered: float
-    """Whole parameters, as they are applied."""
+    """Unsharded parameters in the dtype of the computation."""
     gradients: float
-    """Gradients: added up over micro-batches, reduced, and on their way."""
+    """Gradients: accumulated, reduced, and in reduction."""
     activations: float
-    """Kept by blocks for the backward pass, of all micro-batches in flight."""
+    """Activations that blocks keep for the backward pass, of all micro-batches in flight."""
     working: float
-    """The block that is computed, where its activations are computed again; logits and loss."""
+    """Temporaries: recomputed activations of the current block, logits and loss."""
     reserved: float
-    """The driver, its kernels, the communication library."""
+    """Driver, kernels and communication library."""
     fragmentation: float
     building: float
-    """While the model is made, before its first step: this device's shard of the parameters, and
-    the largest of them, whole, as it is drawn. Nothing of a step is there then."""
+    """Memory during model construction, before the first step: this device's shard of the
+    parameters and the largest parameter, whole, during its random initialisation. No memory of a
+    step exists then."""
 
     @property
     def total(self) -> float:
-        """The most at any time."""
+        """Peak over construction and training."""
         kept = self.parameters + self.gathered + self.gradients + self.activations
         return max(kept + self.working, self.building) + self.reserved + self.fragmentation
 
@@ -320,14 +334,16 @@ class Memory:
 def memory(
     model: ModelSpec, device: Device, stack: Stack, layout: Layout, batch_size: int
 ) -> Memory:
-    """Memory of a step at its peak: where a backward pass begins, with all activations, or where
-    it ends, with all gradients.
+    """Return the peak memory of a step on the device that needs most.
+
+    The peak is either at the start of a backward pass, with all activations, or at its end, with
+    all gradients.
 
     Args:
-        model: that is trained.
-        device: it is trained on.
-        stack: the system that trains it.
-        layout: how devices divide it.
+        model: model to train.
+        device: device to train on.
+        stack: training system.
+        layout: division of the model among devices.
         batch_size: samples of a step, over all devices.
     """
     blocks = blocks_of_stages(model, stack, layout)
@@ -349,13 +365,16 @@ def memory(
 
 
 def fullest(blocks: Sequence[int]) -> set[int]:
-    """Stages of which one needs most memory: the first, the last, and between them the first and
-    the last with most blocks, where these are more than the first stage has.
+    """Return the indices of stages that can need most memory.
+
+    These are the first stage, the last stage, and the first and the last of the stages with most
+    blocks if they have more blocks than the first stage.
 
     Args:
-        blocks: of each stage.
+        blocks: number of blocks of each stage.
     """
     last, most = len(blocks) - 1, max(blocks[:-1], default=0)
+    # The first stage holds the most micro-batches in flight, so equal stages behind it need less.
     if most <= blocks[0]:
         return {0, last}
     longest = [number for number in range(last) if blocks[number] == most]
@@ -363,7 +382,7 @@ def fullest(blocks: Sequence[int]) -> set[int]:
 
 
 def stage_memory(stage: Stage, device: Device) -> Memory:
-    """Memory of a device with that part of the model, at its peak."""
+    """Return the peak memory of a device that holds the given stage."""
     state, most = stage.state_bytes, stage.peak
     return Memory(
         parameters=state,
@@ -378,5 +397,5 @@ def stage_memory(stage: Stage, device: Device) -> Memory:
 
 
 def _largest_parameter(model: ModelSpec) -> int:
-    """Numbers of the largest parameter: the table of tokens, or a feed-forward's matrix."""
+    """Return the size of the largest parameter: the token table or a feed-forward matrix."""
     return model.hidden * max(model.vocabulary, model.feed_forward)

@@ -1,4 +1,4 @@
-"""Seconds of kernels and messages: single ones, those of a block and of the head."""
+"""Seconds of kernels and messages: single ones, and those of a block and of the head."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from elastrata.planner.devices import Device, Efficiency
 from elastrata.planner.stack import FP32_BYTES, Stack
 from elastrata.workload.model_spec import ModelSpec
 
-_FILLING = 128
-"""Products along the inner dimension that a tile takes to get going and to be written: the depth
-of cuBLAS' pipeline of loads, with its epilogue."""
+_TILE_FILL_LENGTH = 128
+"""Length of the inner dimension that costs as much as filling and draining a tile's pipeline of
+loads in cuBLAS, including the epilogue."""
 
 
 @cache
 def shape_efficiency(device: Device, rows: int, columns: int, inner: int, count: int = 1) -> float:
-    """Rate of a matrix product over that of one that fills the device.
+    """Return the rate of a matrix product relative to one that fills the device.
 
-    A product is cut into tiles, a multiprocessor computes one at a time: tiles that hang over the
-    edge, and a last wave with fewer tiles than multiprocessors, are lost. The best of the known
-    tiles counts.
+    A product is cut into tiles, and a multiprocessor computes one tile at a time. Tiles that
+    overhang the edge and a partial last wave lose throughput.
 
     Args:
-        device: it is computed on.
-        rows: of the result.
-        columns: of the result.
+        device: device of the product.
+        rows: rows of the result.
+        columns: columns of the result.
         inner: length of the sums.
-        count: products that are computed together.
+        count: number of products computed together.
     """
     best = 0.0
     for height, width, rate in device.tiles:
         tiles = count * math.ceil(rows / height) * math.ceil(columns / width)
         waves = math.ceil(tiles / device.multiprocessors)
         filled = count * rows * columns / (waves * device.multiprocessors * height * width)
+        # cuBLAS chooses among its tiles, so the best known one counts.
         best = max(best, rate * filled)
+    # A CPU core has no waves of tiles.
     if device.multiprocessors == 1:
         return 1.0
-    return best * inner / (inner + _FILLING)
+    return best * inner / (inner + _TILE_FILL_LENGTH)
 
 
 @cache
@@ -51,15 +52,17 @@ def matmul_seconds(
     element_bytes: int,
     count: int = 1,
 ) -> float:
-    """Seconds of `count` products [rows, inner] x [inner, columns]: of arithmetic, or of reads and
-    write, whichever takes longer (the roofline of Williams et al. 2009).
+    """Return the seconds of `count` products [rows, inner] x [inner, columns].
+
+    The duration is the larger of the arithmetic and of the memory traffic (the roofline of Williams
+    et al. 2009).
 
     Args:
-        device: it is computed on.
-        efficiency: what of its rates is reached.
+        device: device of the products.
+        efficiency: reached shares of the device's rates.
         shape: rows, columns, inner.
-        element_bytes: of each number.
-        count: products that are computed together.
+        element_bytes: bytes of each number.
+        count: number of products computed together.
     """
     rows, columns, inner = shape
     rate = (
@@ -73,21 +76,21 @@ def matmul_seconds(
 
 
 def traffic_seconds(device: Device, efficiency: Efficiency, num_bytes: float) -> float:
-    """Seconds of element-wise kernels that read and write so many bytes."""
+    """Return the seconds of element-wise kernels that read and write `num_bytes` bytes."""
     return num_bytes / (device.memory_bandwidth * efficiency.memory)
 
 
 def gather_seconds(
     cluster: Cluster, efficiency: Efficiency, num_bytes: float, size: int, stride: int
 ) -> float:
-    """Seconds of an all-gather, or of a reduce-scatter.
+    """Return the seconds of an all-gather or a reduce-scatter.
 
     Args:
-        cluster: whose links it uses.
-        efficiency: what of their rates is reached.
-        num_bytes: of the whole, in the end or at the start.
-        size: devices that take part.
-        stride: devices from one of them to the next.
+        cluster: cluster with the links.
+        efficiency: reached shares of the links' rates.
+        num_bytes: bytes of the unsharded tensor.
+        size: participating devices.
+        stride: devices from one participant to the next.
     """
     if size == 1 or not num_bytes:
         return 0.0
@@ -100,22 +103,23 @@ def gather_seconds(
 def sum_seconds(
     cluster: Cluster, efficiency: Efficiency, num_bytes: float, size: int, stride: int
 ) -> float:
-    """Seconds of an all-reduce."""
+    """Return the seconds of an all-reduce. The arguments are those of `gather_seconds`."""
+    # A ring all-reduce is a reduce-scatter followed by an all-gather.
     return 2 * gather_seconds(cluster, efficiency, num_bytes, size, stride)
 
 
 def neighbour_seconds(
     cluster: Cluster, efficiency: Efficiency, num_bytes: float, tensor: int, stride: int
 ) -> float:
-    """Seconds of the message from one stage of a pipeline to the next.
+    """Return the seconds of the message from one pipeline stage to the next.
 
-    Tensor-parallel devices send a part each and gather the whole on arrival (arXiv 2104.04473,
-    section 4.1).
+    Each tensor-parallel device sends one part, and the receivers gather the whole (arXiv
+    2104.04473, section 4.1).
 
     Args:
-        cluster: whose links it uses.
-        efficiency: what of their rates is reached.
-        num_bytes: of the micro-batch's hidden states.
+        cluster: cluster with the links.
+        efficiency: reached shares of the links' rates.
+        num_bytes: bytes of the micro-batch's hidden states.
         tensor: tensor-parallel devices.
         stride: devices from one stage to the next.
     """
@@ -129,13 +133,13 @@ def neighbour_seconds(
 
 
 _FLASH_BACKWARD = 2.5
-"""Matrix products of flash attention's backward pass over those of its forward pass: five, of which
-one computes the scores again, over two (arXiv 2307.08691, section 3)."""
+"""Ratio of matrix products in flash attention's backward pass to those in its forward pass: five,
+one of which recomputes the scores, to two (arXiv 2307.08691, section 3)."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds forward and backward."""
+    """Seconds of a forward and a backward pass."""
 
     forward: float
     backward: float
@@ -143,7 +147,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, and how a training system uses it."""
+    """A device together with the training system that uses it."""
 
     device: Device
     efficiency: Efficiency
@@ -151,7 +155,7 @@ class Machine:
 
     @cached_property
     def messages(self) -> Efficiency:
-        """Efficiency with the shares of the links that the system reaches."""
+        """Efficiency of messages, with the shares of the links that the system reaches."""
         link = self.efficiency.link * self.stack.link_factor
         network = self.efficiency.network * self.stack.network_factor
         return replace(self.efficiency, link=link, network=network)
@@ -161,7 +165,7 @@ class Machine:
 def block_passes(
     model: ModelSpec, machine: Machine, samples: int, tensor: int, sequence: bool
 ) -> Passes:
-    """Seconds of a block without its messages."""
+    """Return the seconds of a block without its messages."""
     linear = _linear(model, machine, samples, tensor)
     attention = _attention(model, machine, samples, tensor)
     elementwise = _elementwise(model, machine, samples, tensor, sequence)
@@ -178,34 +182,36 @@ def again_seconds(
     sequence: bool,
     checkpointing: Recomputation,
 ) -> float:
-    """Seconds of recomputation: of the forward pass; `selective` keeps attention's
-    result and every second matrix product: key, output and, where the feed-forward has three, its
-    second are left."""
+    """Return the seconds of recomputation of one block."""
     if checkpointing == "none":
         return 0.0
     if checkpointing == "full":
         return block_passes(model, machine, samples, tensor, sequence).forward
-    left = model.hidden * (model.kv_width + model.hidden)
-    left += model.hidden * model.feed_forward if model.gated else 0
-    products = _linear(model, machine, samples, tensor).forward * left / model.block_matrices
+    # `selective` keeps attention's result and every second matrix product. It recomputes key,
+    # output and, in a gated feed-forward, the second product.
+    recomputed = model.hidden * (model.kv_width + model.hidden)
+    recomputed += model.hidden * model.feed_forward if model.gated else 0
+    products = _linear(model, machine, samples, tensor).forward * recomputed / model.block_matrices
     return products + _elementwise(model, machine, samples, tensor, sequence).forward
 
 
 @lru_cache(maxsize=4096)
 def head_passes(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Passes:
-    """Seconds of logits and loss. Per logit the loss reads and writes, over both passes, fp32 four
-    times and the logit itself twice."""
+    """Return the seconds of logits and loss."""
     tokens = max(1, round(samples * model.seq_len * model.predicted))
     columns = -(-model.vocabulary // tensor)
     product = _product(machine, tokens, columns, model.hidden)
     element = machine.stack.element_bytes
     logits = tokens * (model.vocabulary if machine.stack.whole_logits else columns)
+    # Over both passes the loss accesses four fp32 numbers and two logits for each logit; each pass
+    # counts half of that.
     loss = traffic_seconds(machine.device, machine.efficiency, logits * (2 * FP32_BYTES + element))
     return Passes(product.forward + loss, product.backward + loss)
 
 
 def _product(machine: Machine, rows: int, columns: int, inner: int) -> Passes:
-    """A linear layer: forward one product, backward one for the input and one for the weight."""
+    """Return the seconds of a linear layer: one product forward, and two backward for the gradients
+    of the input and the weight."""
 
     def seconds(*shape: int) -> float:
         a, b, c = shape
@@ -219,8 +225,11 @@ def _product(machine: Machine, rows: int, columns: int, inner: int) -> Passes:
 
 
 def _linear(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Passes:
+    """Return the seconds of a block's linear layers."""
     tokens = samples * model.seq_len
     wide = (2 if model.gated else 1) * model.feed_forward
+    # Query, key and value are one product, and so are the two input matrices of a gated
+    # feed-forward.
     products = [
         _product(machine, tokens, -(-(model.hidden + 2 * model.kv_width) // tensor), model.hidden),
         _product(machine, tokens, model.hidden, -(-model.hidden // tensor)),
@@ -231,7 +240,7 @@ def _linear(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Pa
 
 
 def _attention(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Passes:
-    """Scores and their products with the values."""
+    """Return the seconds of attention's scores and of their products with the values."""
     length, width = model.seq_len, model.hidden // model.heads
     count = samples * -(-model.heads // tensor)
     if machine.stack.flash:
@@ -253,11 +262,8 @@ def _attention(model: ModelSpec, machine: Machine, samples: int, tensor: int) ->
 def _elementwise(
     model: ModelSpec, machine: Machine, samples: int, tensor: int, sequence: bool
 ) -> Passes:
-    """Seconds of reading and writing between the matrix products, counted in bytes per token.
-
-    Norms and residuals are computed by every tensor-parallel device for all tokens, unless these
-    are divided, too.
-    """
+    """Return the seconds of element-wise reads and writes between matrix products, counted in bytes
+    per token."""
     stack, h, e = machine.stack, model.hidden, machine.stack.element_bytes
     mask = 1 if stack.dropout else 0
     # Two norms (read, write), two residual additions (read twice, write; the mask of dropout).
@@ -265,6 +271,8 @@ def _elementwise(
     # Norms read the gradient as well; gradients of the two branches are added up.
     shared_backward = 2 * 3 * e * h + 2 * 3 * e * h + 2 * mask * (2 * e + 1) * h
     own, own_backward = _own_traffic(model, stack)
+    # Every tensor-parallel device computes norms and residuals for all tokens unless tokens are
+    # divided.
     parts = tensor if sequence else 1
     tokens = samples * model.seq_len
 
@@ -278,7 +286,7 @@ def _elementwise(
 
 
 def _own_traffic(model: ModelSpec, stack: Stack) -> tuple[float, float]:
-    """Bytes per token, forward and backward, of what tensor-parallel devices divide."""
+    """Return the bytes per token, forward and backward, that tensor-parallel devices divide."""
     e, f = stack.element_bytes, model.feed_forward
     if model.gated:
         numbers, backward = (3, 5) if stack.fused else (5, 8)
@@ -288,7 +296,7 @@ def _own_traffic(model: ModelSpec, stack: Stack) -> tuple[float, float]:
     if model.position_rows == 0:
         turned = 2 * e * (model.hidden + model.kv_width)
         own, own_backward = own + turned, own_backward + turned
-    if model.qk_norm:  # read and written; backward the gradient is read, too
+    if model.qk_norm:  # forward one read and one write; backward one more read for the gradient
         normed = e * (model.hidden + model.kv_width)
         own, own_backward = own + 2 * normed, own_backward + 3 * normed
     if not stack.flash:

@@ -1,4 +1,4 @@
-"""The plan of a recipe on a cluster: all layouts, looked at one by one, and a forecast of each."""
+"""Search over all layouts of a recipe on a cluster, with a forecast for each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from elastrata.workload.model_spec import ModelSpec
 from elastrata.workload.workload import model_spec, tensor_problems
 from elastrata_pipelines.errors import UserError
 
-_WORDS = {
+# Terms of `StepTime` in words.
+_TERM_NAMES = {
     "matrices": "smaller or fewer matrices",
     "recomputation": "activations computed again",
     "head": "the head's stage",
@@ -39,22 +40,22 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The expectations of a layout."""
+    """Expected memory, speed and cost of a layout."""
 
     layout: Layout
     memory: Memory
     time: StepTime
     tokens_per_second: float
-    """All devices together."""
+    """Throughput of all devices together."""
     mfu: float
-    """FLOPs of the model (attention halved where causal, no recomputation) over the peak."""
+    """Model FLOPs (causal attention halved, recomputation not counted) divided by the peak."""
     hours: float
     cost: float | None
-    """None where the cluster has no price."""
+    """None if the cluster has no price."""
 
     @property
     def bubble(self) -> float:
-        """Share of the step."""
+        """Share of the step that is pipeline bubble."""
         return self.time.bubble / self.time.total
 
     @property
@@ -63,14 +64,14 @@ class Forecast:
         return self.time.messages / self.time.total
 
     def why_slower(self, best: Forecast) -> str:
-        """The term that costs this layout most, beside what it costs the best one; empty where
-        nothing does."""
-        lost = {name: vars(self.time)[name] - vars(best.time)[name] for name in _WORDS}
+        """Return the term with the largest loss against the best layout, in words; empty if no term
+        is slower."""
+        lost = {name: vars(self.time)[name] - vars(best.time)[name] for name in _TERM_NAMES}
         worst = max(lost, key=lambda name: lost[name])
         total = self.time.total / best.time.total - 1
         if lost[worst] <= 0 or total <= 0:
             return ""
-        return f"{total:+.1%}: {_WORDS[worst]} {lost[worst]:+.3g} s"
+        return f"{total:+.1%}: {_TERM_NAMES[worst]} {lost[worst]:+.3g} s"
 
 
 def forecast(
@@ -83,7 +84,7 @@ def forecast(
     batch_size: int,
     steps: int,
 ) -> Forecast:
-    """Puts a run of so many steps together."""
+    """Return the forecast for a run of `steps` steps."""
     seconds = time.total
     hours = steps * seconds / 3600
     price = cluster.price
@@ -101,35 +102,36 @@ def forecast(
 
 
 _MOST_PARTS = 8
-"""Most parts of the model on one device of a pipeline."""
+"""Largest number of virtual stages on one device of a pipeline."""
 _CHECKPOINTING: tuple[Recomputation, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Misfit:
-    """The layout that is nearest to fitting."""
+    """Layout that comes nearest to fitting."""
 
     layout: Layout
     needed: float
-    """Bytes."""
+    """Memory that the layout needs, in bytes."""
     missing: float
-    """Bytes beyond the device's."""
+    """Bytes by which this exceeds the device's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The result of a search."""
+    """Result of a layout search."""
 
     forecasts: tuple[Forecast, ...]
-    """Forecasts of the layouts that fit, the fastest first; maybe none."""
+    """Forecasts of the layouts that fit, fastest first; possibly empty."""
+    # Larger micro-batches of the same layout are not tried and not counted.
     too_large: int
-    """Layouts that do not fit."""
+    """Number of layouts that do not fit."""
     nearest: Misfit | None
-    """None where there was nothing that does not fit."""
+    """None if every layout fits."""
 
     @property
     def families(self) -> tuple[Forecast, ...]:
-        """The best of all layouts that divide the model alike."""
+        """Fastest forecast of each family of layouts."""
         best: dict[tuple[int, ...], Forecast] = {}
         for each in self.forecasts:
             best.setdefault(family(each.layout), each)
@@ -137,7 +139,7 @@ class SearchResult:
 
 
 def family(layout: Layout) -> tuple[int, ...]:
-    """The sizes of a layout that say how devices divide the model."""
+    """Return the sizes of a layout that determine how devices divide the model."""
     return layout.tensor, layout.pipeline, layout.copies, layout.shards
 
 
@@ -151,20 +153,20 @@ def search(
     tensor_sizes: Sequence[int],
     pipelines: bool = True,
 ) -> SearchResult:
-    """Looks at every layout that uses all devices.
+    """Return forecasts for every layout that uses all devices.
 
     Args:
-        model: that is to be trained.
-        cluster: that it is to be trained on.
-        machine: the cluster's device, and the system.
+        model: model to train.
+        cluster: cluster to train on.
+        machine: device of the cluster and training system.
         batch_size: samples of a step.
-        steps: of the run.
-        tensor_sizes: into how many parts the model's matrices can be divided.
-        pipelines: whether models may be cut into stages.
+        steps: steps of the run.
+        tensor_sizes: numbers of parts into which the model's matrices can be divided.
+        pipelines: whether to consider pipeline stages.
     """
     fitting, too_large, nearest = list[Forecast](), 0, None
     for shape in _shapes(model, cluster.devices, cluster.per_node, tensor_sizes, pipelines):
-        for layout in _micro_batched(shape, batch_size):
+        for layout in _micro_batch_sizes(shape, batch_size):
             needed = memory(model, cluster.device, machine.stack, layout, batch_size)
             missing = needed.total - cluster.device.memory_bytes
             if missing > 0:
@@ -180,9 +182,10 @@ def search(
     return SearchResult(forecasts=tuple(fitting), too_large=too_large, nearest=nearest)
 
 
-def _micro_batched(shape: Layout, batch_size: int) -> Iterator[Layout]:
-    """Micro-batches of 1, 2, 4... samples, as far as the batch has so many for each rank; several
-    of them, where gradients are summed after each."""
+def _micro_batch_sizes(shape: Layout, batch_size: int) -> Iterator[Layout]:
+    """Yield the layout with micro-batches of 1, 2, 4... samples, as far as each rank has that
+    many."""
+    # With one micro-batch per step, syncing after each micro-batch equals syncing after the step.
     samples, least = 1, 2 if shape.gradient_sync == "micro_batch" else 1
     while samples <= min(MOST_SAMPLES, -(-batch_size // shape.data)):
         layout = replace(shape, micro_batch=samples)
@@ -198,10 +201,11 @@ def _shapes(
     tensor_sizes: Sequence[int],
     pipelines: bool,
 ) -> Iterator[Layout]:
-    """Layouts with micro-batches of one sample."""
+    """Yield all layouts with micro-batches of one sample."""
     for tensor in tensor_sizes:
         if devices % tensor or tensor > per_node:
-            continue  # such devices talk in every block: they belong on one node
+            # Tensor-parallel devices communicate in every block, so they stay inside a node.
+            continue
         for stages, parts, schedule in _stages(model.layers, devices // tensor, pipelines):
             data = devices // tensor // stages
             for shards, sequence, checkpointing in product(
@@ -210,7 +214,8 @@ def _shapes(
                 _CHECKPOINTING,
             ):
                 if schedule == "zero_bubble" and checkpointing == "selective":
-                    continue  # what it keeps is there for one backward pass, not for its two parts
+                    # Activations saved by `selective` serve one backward pass, not its two parts.
+                    continue
                 syncs: tuple[GradientSync, ...] = ("step", "micro_batch")
                 for reshard, sync in product(
                     (True, False) if shards > 1 else (True,),
@@ -231,13 +236,14 @@ def _shapes(
 
 
 def _stages(layers: int, devices: int, pipelines: bool) -> Iterator[tuple[int, int, Schedule]]:
-    """Numbers of stages, of parts on each, and their schedule."""
+    """Yield the numbers of stages, of virtual stages on each device, and the schedule."""
     yield 1, 1, "1f1b"
     for stages in _divisors(devices) if pipelines else ():
         if not 1 < stages <= layers:
             continue
         yield stages, 1, "1f1b"
         yield stages, 1, "zero_bubble"
+        # Only virtual stages with equally many blocks are considered.
         if layers % stages == 0:
             for parts in _divisors(layers // stages):
                 if 1 < parts <= _MOST_PARTS:
@@ -245,7 +251,8 @@ def _stages(layers: int, devices: int, pipelines: bool) -> Iterator[tuple[int, i
 
 
 def _shard_counts(data: int, tensor: int, per_node: int) -> list[int]:
-    """All data-parallel devices, those of a node, those of two, four... nodes, or one."""
+    """Return the shard counts to try: 1, the devices of 1, 2, 4... nodes, and all data-parallel
+    devices."""
     inside = max(1, per_node // tensor)
     counts = {1, data}
     while inside < data:
@@ -265,7 +272,7 @@ _MOST_DEVICES = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All layouts that fit, and what they were computed from."""
+    """Layouts that fit, and the inputs of the search."""
 
     model: ModelSpec
     cluster: Cluster
@@ -273,21 +280,21 @@ class Plan:
     batch_size: int
     steps: int
     prepared: bool
-    """Whether the data set is there; else vocabulary and length are those asked for."""
+    """True if the data set exists; otherwise vocabulary and length are the requested ones."""
     result: SearchResult
 
 
 def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
-    """Searches the layouts of one phase of a recipe. Samples count as if all were of full length.
+    """Return the layouts of one phase of a recipe. All samples count as full length.
 
     Args:
-        recipe: what is to be trained.
-        part: one of its phases.
-        cluster: that it is to be trained on.
+        recipe: recipe to train.
+        part: phase of the recipe.
+        cluster: cluster to train on.
 
     Raises:
-        UserError: the model fits under no layout, with what is missing and what would make it fit;
-            or its workload cannot be planned.
+        UserError: the model fits under no layout (with the missing bytes and possible remedies), or
+            the workload cannot be planned.
     """
     spec = data_spec(recipe)
     part = full_part(part, spec.seq_len)
@@ -297,7 +304,7 @@ def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
         raise UserError("batch_size: 0: expected at least 1")
     result = _search(recipe, part, model, cluster, machine)
     if not result.forecasts:
-        raise UserError(*_misfit(recipe, part, model, cluster, machine, result))
+        raise UserError(*_describe_misfit(recipe, part, model, cluster, machine, result))
     return Plan(
         model=model,
         cluster=cluster,
@@ -310,7 +317,8 @@ def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
 
 
 def machine_of(recipe: Recipe, cluster: Cluster) -> Machine:
-    """The cluster's device with this engine, in the recipe's precision."""
+    """Return the cluster's device with this engine as the training system, in the recipe's
+    precision."""
     is_cpu = cluster.device.name == "CPU"
     stack = elastrata(
         recipe.precision, recipe.parallel.reduce_dtype, averages=recipe.average is not None
@@ -320,15 +328,17 @@ def machine_of(recipe: Recipe, cluster: Cluster) -> Machine:
 
 
 def tensor_sizes(recipe: Recipe) -> list[int]:
-    """Into how many parts the matrices of a recipe's model can be divided."""
+    """Return the numbers of parts into which the matrices of a recipe's model can be divided."""
     return [n for n in _TENSOR_SIZES if n == 1 or not tensor_problems(recipe.workload, n)]
 
 
 def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, object]:
-    """The recipe's keys, by dotted path, that make it train under a layout, where they differ from
-    what it says. What it says is `auto` stays so."""
+    """Return the changes to a recipe, by dotted path, with which it trains under a layout.
+
+    Keys with the value `auto` are left unchanged.
+    """
     copies: object = "all" if layout.shards == 1 and layout.data > 1 else layout.copies
-    wanted: dict[str, object] = {
+    new_values: dict[str, object] = {
         "workers.min": min(recipe.workers.min, layout.devices),
         "workers.max": layout.devices,
         "micro_batch_tokens": layout.micro_batch * seq_len,
@@ -343,19 +353,23 @@ def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, objec
         "parallel.gradient_sync": layout.gradient_sync,
     }
     if layout.tensor * layout.pipeline > 1:
-        wanted["workers.min"] = layout.tensor * layout.pipeline
+        new_values["workers.min"] = layout.tensor * layout.pipeline
+    # Without a pipeline the schedule has no effect, so the recipe keeps the default.
     usual = type(recipe.parallel).model_fields["schedule"].default
-    wanted["parallel.schedule"] = layout.schedule if layout.pipeline > 1 else usual
+    new_values["parallel.schedule"] = layout.schedule if layout.pipeline > 1 else usual
     if layout.pipeline != recipe.parallel.pipeline:
-        wanted["parallel.micro_batches"] = None  # by the number of stages
+        # None derives it from the new number of stages.
+        new_values["parallel.micro_batches"] = None
     values = recipe.model_dump(mode="json")
     return {
-        path: value for path, value in wanted.items() if _value(values, path) not in (value, "auto")
+        path: value
+        for path, value in new_values.items()
+        if _value(values, path) not in (value, "auto")
     }
 
 
 def problems_of(recipe: Recipe, layout: Layout, seq_len: int) -> list[str]:
-    """Why this version cannot train the recipe under a layout, a line each; empty if it can."""
+    """Return the reasons why this version cannot train the recipe under a layout, one line each."""
     values = recipe.model_dump(mode="json")
     for path, value in recipe_keys(recipe, layout, seq_len).items():
         *sections, key = path.split(".")
@@ -389,7 +403,7 @@ def _search(
     )
 
 
-def _misfit(
+def _describe_misfit(
     recipe: Recipe,
     part: PhaseKeys,
     model: ModelSpec,
@@ -397,7 +411,8 @@ def _misfit(
     machine: Machine,
     result: SearchResult,
 ) -> list[str]:
-    """By how much the model does not fit, and what would make it fit."""
+    """Return the lines of an error: by how much the model does not fit, and what would make it
+    fit."""
     nearest, device = result.nearest, cluster.device
     if nearest is None:
         return [
@@ -409,16 +424,19 @@ def _misfit(
         f"{nearest.layout}, which needs {nearest.needed / 2**30:.1f} GiB on a device of "
         f"{device.memory_bytes / 2**30:.1f}: {nearest.missing / 2**30:.1f} GiB too much"
     )
-    remedies = [*_more_devices(recipe, part, model, cluster, machine)]
-    remedies += _larger_devices(recipe, part, model, cluster, machine)
+    remedies = [*_find_sufficient_devices(recipe, part, model, cluster, machine)]
+    remedies += _find_larger_device(recipe, part, model, cluster, machine)
     if not remedies:
         return [f"{line}; nor does it on {_MOST_DEVICES:,} of them"]
     return [line, f"it would fit on {' or '.join(remedies)}"]
 
 
-def _more_devices(
+def _find_sufficient_devices(
     recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster, machine: Machine
 ) -> list[str]:
+    """Return the smallest power-of-two multiple of the cluster on which the model fits, as a list
+    with at most one name."""
+    # No number of devices helps if the driver alone fills each of them.
     if cluster.device.memory_bytes <= cluster.device.reserved_bytes:
         return []
     devices = 2 * cluster.devices
@@ -431,9 +449,11 @@ def _more_devices(
     return []
 
 
-def _larger_devices(
+def _find_larger_device(
     recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster, machine: Machine
 ) -> list[str]:
+    """Return the cluster with the smallest larger device on which the model fits, as a list with at
+    most one name."""
     for device in sorted(DEVICES.values(), key=lambda device: device.memory_bytes):
         if device.memory_bytes > cluster.device.memory_bytes and device.name != "CPU":
             other = replace(cluster, device=device)

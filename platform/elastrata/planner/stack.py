@@ -1,4 +1,4 @@
-"""Training systems, as far as the memory and time of a step depend on them."""
+"""Properties of training systems that determine the memory and time of a step."""
 
 from __future__ import annotations
 
@@ -14,61 +14,62 @@ Sharding = Literal["none", "optimizer", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """A training system. Bytes are per number."""
+    """A training system. Fields that end in `_bytes` are bytes per number."""
 
     name: str
     source: str
     sharding: Sharding
-    """Divided among data-parallel devices: nothing, the optimizer's states (ZeRO-1), or
-    parameters and gradients as well (ZeRO-3, FSDP)."""
+    """What data-parallel devices shard: nothing, optimizer states (ZeRO-1), or also parameters and
+    gradients (ZeRO-3, FSDP)."""
     flash: bool
-    """Whether attention keeps no matrix of scores, and skips what causality masks."""
+    """Whether attention keeps no score matrix and skips causally masked scores."""
     fused: bool
-    """Whether neighbouring element-wise operations are one kernel."""
+    """Whether neighbouring element-wise operations run as one kernel."""
     dropout: bool
     element_bytes: int
-    """Activations, and parameters as they are applied."""
+    """Bytes of activations, and of parameters in the computation."""
     gradient_bytes: int
-    """Gradients as they are added up over micro-batches."""
+    """Bytes of gradients that accumulate over micro-batches."""
     reduced_bytes: int
-    """Gradients as they travel."""
+    """Bytes of gradients in a reduction."""
     state_bytes: int
-    """Everything the optimizer keeps: fp32 parameters and moments; and what else is kept of every
-    parameter."""
+    """Bytes of fp32 parameters, optimizer moments and any other state per parameter."""
     overlap: float
-    """Share of data-parallel messages that computation hides, as far as it takes as long."""
+    """Share of data-parallel messages that computation of the same duration hides."""
     accumulates: bool
-    """Whether gradients are reduced once a step, not after every micro-batch."""
+    """Whether gradients are reduced once per step instead of after every micro-batch."""
     whole_logits: bool
-    """Whether every tensor-parallel device has all logits."""
+    """Whether every tensor-parallel device holds all logits."""
     logit_bytes: int
-    """A logit with all that the loss keeps and makes of it at once: for cross-entropy in fp32
-    the softmax, and its gradient twice."""
+    """Bytes of a logit and its derivatives in the loss. With fp32 cross-entropy these are the
+    softmax and its gradient twice."""
     logits_at_once: int = 0
-    """So many logits, where there are more, take one fp32 number each beside that."""
+    """Largest number of logits that take one additional fp32 number each."""
     link_factor: float = 1.0
-    """Share of the rate of collectives inside a node that this system reaches."""
+    """Share of the collectives' rate inside a node that this system reaches."""
     network_factor: float = 1.0
-    """Likewise on the network."""
+    """Share of the collectives' rate on the network that this system reaches."""
     has_second_moments: bool = True
-    """Whether the optimizer keeps one of every number; Muon has none of blocks' matrices."""
+    """Whether the optimizer keeps second moments of all parameters. Muon has none for the matrices
+    of blocks."""
     keeps_gathered: bool = False
-    """Whether tokens that tensor-parallel devices have gathered from each other are kept for the
-    backward pass, not gathered again."""
+    """Whether tokens gathered from other tensor-parallel devices are kept for the backward pass
+    instead of gathered again."""
     attention_copies: int = 0
-    """Copies of attention's result that are kept beside it."""
+    """Additional copies of attention's result that are kept."""
     equal_stages: bool = False
-    """Whether all stages of a pipeline have as many blocks, whatever the head costs; else they take
-    about as long as each other."""
+    """Whether all pipeline stages have equally many blocks. Otherwise their times are balanced,
+    including the head's."""
     extra_micro_batches: int = 0
-    """Micro-batches that a stage of a pipeline holds beyond those it must."""
+    """Micro-batches that a pipeline stage holds beyond those that the schedule requires."""
+    # An allowance, not a measurement.
     fragmentation: float = 0.04
-    """Share of allocated memory that the allocator cannot use for requests of other sizes. An
-    allowance, not a measurement."""
+    """Share of allocated memory that is lost to fragmentation in the allocator."""
 
 
 def elastrata(precision: Precision, reduced: Precision, *, averages: bool = False) -> Stack:
-    """This project's engine: FSDP2, states in fp32; `averages`: of the weights, too."""
+    """Return this project's engine: FSDP2 with fp32 states. `averages` adds an average of the
+    weights."""
     element = DTYPES[precision].itemsize
     return Stack(
         name="elastrata",
@@ -84,10 +85,12 @@ def elastrata(precision: Precision, reduced: Precision, *, averages: bool = Fals
         overlap=0.9,
         accumulates=True,
         whole_logits=False,
-        logit_bytes=element,  # the gradient is written over it
+        logit_bytes=element,  # the loss overwrites logits with their gradients
         logits_at_once=LOGITS_AT_ONCE,
-        keeps_gathered=True,  # by torch's tensor parallelism
-        attention_copies=1 if precision == "fp32" else 0,  # one dense call for each run of lengths
+        # torch's tensor parallelism saves the gathered input of a matrix for its weight gradient.
+        keeps_gathered=True,
+        # In fp32 attention is one dense call for each run of equal lengths, and results are copied.
+        attention_copies=1 if precision == "fp32" else 0,
     )
 
 
