@@ -1,2 +1,2 @@
-"""Rehearsals of runs without their GPUs: the engine's own step, on fake tensors, as one of any
-number of ranks."""
+"""Rehearsals: the engine's own step on fake tensors, as one of any number of ranks, without
+GPUs."""

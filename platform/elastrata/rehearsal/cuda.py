@@ -1,4 +1,5 @@
-"""`torch.cuda` of a rehearsal: a device with a name, memory and streams, which computes nothing."""
+"""Replacement of `torch.cuda` in a rehearsal: a device with memory and streams but no
+computation."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from elastrata.rehearsal.ledger import Ledger
 _GIB = 2**30
 _numbers = count()
 Waits = Callable[[str], None]
-"""Called where the host waits for the device, with the name of the function that does."""
+"""Callback for each wait of the host for the device, with the name of the waiting function."""
 
 
 class FakeEvent:
@@ -30,22 +31,22 @@ class FakeEvent:
         self.device = torch.device("cuda", 0)
 
     def record(self, stream: FakeStream | None = None) -> Self:
-        """Nothing to do."""
+        """Do nothing."""
         return self
 
     def wait(self, stream: FakeStream | None = None) -> None:
-        """A stream waits for it, the host does not."""
+        """Do nothing: a stream waits, not the host."""
 
     def query(self) -> bool:
-        """It has happened."""
+        """Return True: the event has happened."""
         return True
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Record a wait of the host."""
         self.waits("Event.synchronize")
 
     def elapsed_time(self, end: FakeEvent) -> float:
-        """No time passes."""
+        """Return zero: no time passes."""
         return 0.0
 
 
@@ -61,25 +62,25 @@ class FakeStream:
         self.cuda_stream = self.stream_id
 
     def wait_stream(self, stream: FakeStream) -> None:
-        """A stream waits, the host does not."""
+        """Do nothing: a stream waits, not the host."""
 
     def wait_event(self, event: FakeEvent) -> None:
-        """A stream waits, the host does not."""
+        """Do nothing: a stream waits, not the host."""
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        """An event on it."""
+        """Return an event on this stream."""
         return (event or FakeEvent()).record(self)
 
     def query(self) -> bool:
-        """All on it is done."""
+        """Return True: all work is finished."""
         return True
 
     def is_capturing(self) -> bool:
-        """Never."""
+        """Return False: graphs are never captured."""
         return False
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Record a wait of the host."""
         self.waits("Stream.synchronize")
 
     def __enter__(self) -> Self:
@@ -96,23 +97,23 @@ _current = [_DEFAULT]
 
 
 def default_stream(device: object = None) -> FakeStream:
-    """The one that is there from the beginning."""
+    """Return the default stream."""
     return _DEFAULT
 
 
 def current_stream(device: object = None) -> FakeStream:
-    """The one of the innermost `on_stream`."""
+    """Return the stream of the innermost `on_stream`."""
     return _current[-1]
 
 
 def set_stream(stream: FakeStream) -> None:
-    """Changes the current stream."""
+    """Set the current stream."""
     _current[-1] = stream
 
 
 @contextmanager
 def on_stream(stream: FakeStream | None) -> Iterator[None]:
-    """Its block is on a stream; None: on the current one."""
+    """Run a block on a stream; None: on the current one."""
     _current.append(stream or _current[-1])
     try:
         yield
@@ -122,7 +123,7 @@ def on_stream(stream: FakeStream | None) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class FakeDevice:
-    """A GPU as the driver describes it."""
+    """A GPU with the properties that the driver reports."""
 
     name: str = "NVIDIA H100 80GB HBM3"
     capability: tuple[int, int] = (9, 0)
@@ -132,7 +133,7 @@ class FakeDevice:
 
     @property
     def properties(self) -> SimpleNamespace:
-        """As `torch.cuda.get_device_properties` has them."""
+        """The device's properties, as `torch.cuda.get_device_properties` returns them."""
         return SimpleNamespace(
             name=self.name,
             major=self.capability[0],
@@ -149,9 +150,9 @@ class FakeDevice:
 
 @contextmanager
 def fake_cuda(device: FakeDevice, ledger: Ledger) -> Iterator[None]:
-    """While it lasts, torch's queries are answered for a device, and waits go to a ledger.
+    """Answer torch's queries of `torch.cuda` for a device, and record waits in a ledger.
 
-    Memory that is allocated is that of the ledger's live tensors; nothing is reserved beside it.
+    Allocated memory is that of the ledger's live tensors; no further memory is reserved.
     """
     waits = staticmethod(ledger.host_waits)
     with ExitStack() as patches:
@@ -166,14 +167,14 @@ def fake_cuda(device: FakeDevice, ledger: Ledger) -> Iterator[None]:
         }
         for name, value in accelerator.items():
             patches.enter_context(patch.object(torch.accelerator, name, value))
-        # Else it asks a driver whether to.
+        # Otherwise FakeTensorMode asks a driver whether the device may be initialised.
         always = property(lambda _: True)
         patches.enter_context(patch.object(FakeTensorMode, "avoid_device_init", always))
         yield
 
 
 def _answers(device: FakeDevice, ledger: Ledger) -> Mapping[str, Any]:
-    """What stands for each function of `torch.cuda`."""
+    """Return the replacement of each function of `torch.cuda`."""
 
     def always(value: object) -> Any:  # a new one each time: torch.compile has a table of them
         return lambda *_, **__: value

@@ -1,4 +1,4 @@
-"""The ledger of a rehearsed rank: messages, copies and waits by line, and their figures."""
+"""The ledger of a rehearsed rank: messages, copies and waits by source line, and their figures."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PYTHON = sysconfig.get_path("stdlib")
 
 
 def current_line() -> tuple[str, str]:
-    """Return the innermost line that belongs neither to torch nor to Python, and its function.
+    """Return the innermost line outside torch and Python's library, and its function.
 
-    Such as `step/train_step.py:83`; torch's own line if it has no caller, as in the threads of a
-    backward pass.
+    For example `step/train_step.py:83`. Returns torch's own line if it has no other caller, as in
+    the threads of a backward pass.
     """
     frame: FrameType | None = sys._getframe(1)
     torchs = None
@@ -32,13 +32,13 @@ def current_line() -> tuple[str, str]:
         file = frame.f_code.co_filename
         if file.startswith(_TORCH):
             torchs = torchs or frame
-        elif not _is_pythons(file) and not file.startswith(_HERE):
+        elif not _is_standard_library(file) and not file.startswith(_HERE):
             return _line(frame)
         frame = frame.f_back
     return _line(torchs) if torchs else ("torch", "")
 
 
-def _is_pythons(file: str) -> bool:
+def _is_standard_library(file: str) -> bool:
     return file.startswith("<") or (file.startswith(_PYTHON) and "site-packages" not in file)
 
 
@@ -52,21 +52,21 @@ class MessageFigures:
     """Collectives of one kind over one axis, in a step."""
 
     kind: str
-    """As torch calls it, such as `all_gather_into_tensor`."""
+    """Torch's name, such as `all_gather_into_tensor`."""
     axis: str
-    """The mesh's name for the ranks that take part, such as `shard`; `world` for all of them."""
+    """The mesh's name of the participating ranks, such as `shard`; `world` for all ranks."""
     ranks: int
     dtype: str
     device: str
-    """cuda or cpu: of the numbers that are sent."""
+    """cuda or cpu: the device of the tensors sent."""
     count: int = 0
     bytes: int = 0
-    """Of the largest tensor that is given or received, over all of them."""
+    """Sum over the messages of the largest tensor sent or received."""
 
 
 @dataclass(kw_only=True)
 class CopyFigures:
-    """Copies between host and device of one line."""
+    """Copies between host and device made by one source line."""
 
     direction: str
     """`to device` or `to host`."""
@@ -75,30 +75,30 @@ class CopyFigures:
     pinned: bool
     """True if the host's memory is page-locked."""
     waits: bool
-    """True if the host waits for the device: it does for all copies but those that are
-    `non_blocking` between the device and page-locked memory."""
+    """True if the host waits for the device. It does not for `non_blocking` copies between the
+    device and page-locked memory."""
     count: int = 0
     bytes: int = 0
 
 
 @dataclass(kw_only=True)
 class WaitFigures:
-    """Waits of the host for the device in one line."""
+    """Waits of the host for the device in one source line."""
 
     reason: str
     """`item`: reads a number. `copy to host`, `copy to device`: see `CopyFigures.waits`. `shape`:
-    the size of a result depends on numbers. Else the function that waits."""
+    the shape of a result depends on values. Otherwise the function that waits."""
     line: str
     function: str
     count: int = 0
 
 
 class Entries:
-    """The events between two looks at a ledger."""
+    """Events between two calls of `Ledger.take`."""
 
     def __init__(self) -> None:
         self.flops = 0
-        """Of matrix products, convolutions and attention, by torch's formulas."""
+        """FLOPs of matrix products, convolutions and attention, by torch's formulas."""
         self._messages: dict[tuple[Any, ...], MessageFigures] = {}
         self._copies: dict[tuple[Any, ...], CopyFigures] = {}
         self._waits: dict[tuple[Any, ...], WaitFigures] = {}
@@ -120,43 +120,44 @@ class Entries:
 
     @property
     def messages(self) -> list[MessageFigures]:
-        """By axis and kind."""
+        """Messages by axis and kind."""
         made = self._messages.values()
         return sorted(made, key=lambda one: (one.axis, one.kind, one.dtype, one.device))
 
     @property
     def copies(self) -> list[CopyFigures]:
-        """Largest first."""
+        """Copies, largest first."""
         made = self._copies.values()
         return sorted(made, key=lambda one: (-one.bytes, one.line, one.direction))
 
     @property
     def waits(self) -> list[WaitFigures]:
-        """By line."""
+        """Waits by source line."""
         return sorted(self._waits.values(), key=lambda one: (one.line, one.reason))
 
 
 class Ledger:
-    """Entries, and the device's live bytes. Threads may share it."""
+    """Entries and live device memory of a rank. Thread-safe."""
 
     def __init__(self) -> None:
         self.entries = Entries()
         self.groups: Counter[tuple[str, int]] = Counter()
-        """Process groups that were made: by the backend that was asked for, and its ranks."""
+        """Number of process groups created, by requested backend and number of ranks."""
         self.live_bytes = 0
-        """Of tensors on the device."""
+        """Bytes of live tensors on the device."""
         self.peak_bytes = 0
+        # Reentrant, because a finalizer may run in a thread that holds the lock.
         self._lock = threading.RLock()
         self._sizes: dict[int, int] = {}
 
     def take(self) -> Entries:
-        """The entries since the last call."""
+        """Return the entries since the last call."""
         with self._lock:
             taken, self.entries = self.entries, Entries()
         return taken
 
     def reset_peak(self) -> None:
-        """The peak counts from here."""
+        """Restart the peak from the present live bytes."""
         self.peak_bytes = self.live_bytes
 
     def collective(self, size: int, **kind: Any) -> None:
@@ -180,23 +181,23 @@ class Ledger:
             self.entries.add_wait(reason, *current_line())
 
     def made_groups(self) -> list[GroupFigures]:
-        """Return the process groups that were made so far."""
+        """Return the process groups created so far."""
         return [
             GroupFigures(backend=backend, ranks=ranks, count=count)
             for (backend, ranks), count in sorted(self.groups.items())
         ]
 
     def sees(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Counts memory of the device that is new, until it is freed."""
+        """Count new device memory until it is freed."""
         for storage in storages:
             key = storage._cdata
             if key not in self._sizes:
                 self._sizes[key] = 0
-                weakref.finalize(storage, self._freed, key)
+                weakref.finalize(storage, self._release, key)
             self.resized(storage)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage that was seen may have another size now."""
+        """Update the size of a known storage."""
         key, size = storage._cdata, storage.nbytes()
         if (before := self._sizes.get(key)) is not None and before != size:
             with self._lock:
@@ -204,14 +205,15 @@ class Ledger:
                 self.live_bytes += size - before
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def _freed(self, key: int) -> None:
+    def _release(self, key: int) -> None:
         with self._lock:
             self.live_bytes -= self._sizes.pop(key)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFigures:
-    """Process groups that were made: every rank takes part in making each, also of other ranks."""
+    """Process groups created. Every rank takes part in creating each group, also those of other
+    ranks."""
 
     backend: str
     ranks: int
@@ -234,7 +236,7 @@ class BuildFigures:
 
     peak_bytes: int
     bytes: int
-    """That stay."""
+    """Bytes still allocated after the build."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,20 +245,20 @@ class RankFigures:
 
     rank: int
     parameters: int
-    """Numbers of the model, or of its stages, of which the rank has a part."""
+    """Number of parameters of the model, or of its stages, of which the rank has a part."""
     micro_batches: int
     micro_batch_tokens: int
-    """Of the largest."""
+    """Tokens of the largest micro-batch."""
     build: BuildFigures
     peak_bytes: int
-    """Allocated at once."""
+    """Largest number of bytes allocated at the same time."""
     memory: Mapping[str, int]
     """Bytes at the peak, by kind."""
     planned_bytes: float | None
-    """Likewise by the plan, without what the driver keeps and the allocator loses; null where a
-    workload cannot be planned."""
+    """Bytes at the peak by the plan, without the driver's share and the allocator's losses; null if
+    the workload cannot be planned."""
     planned: Mapping[str, float] | None
-    """By the plan's terms."""
+    """Bytes by the plan's terms."""
     messages: Sequence[MessageFigures]
     groups: Sequence[GroupFigures]
     copies: Sequence[CopyFigures]
@@ -264,23 +266,23 @@ class RankFigures:
     flops: int
     """Counted by torch in the operators of the step, recomputation included."""
     formula_flops: float
-    """This rank's share by the workload's formula, which the MFU is computed from."""
+    """This rank's share by the workload's formula, from which the MFU is computed."""
     saving: SavingFigures
     seconds: float
-    """That the rehearsal took."""
+    """Duration of the rehearsal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphFigures:
-    """What torch.compile makes of the blocks, over steps of varying lengths."""
+    """Graphs that torch.compile makes of the blocks, over steps of varying lengths."""
 
     steps: int
     graphs: int
-    """Different ones after the last step."""
+    """Number of different graphs after the last step."""
     breaks: int
     reasons: Sequence[str]
-    """A line for each kind of break."""
+    """One line for each kind of break."""
     recompilations: int
-    """Graphs that were made after the first step."""
+    """Graphs compiled after the first step."""
     next_group: int
-    """Graphs that the next group of workers made in the same processes, as after a fault."""
+    """Graphs that the next group of workers compiled in the same processes, as after a fault."""

@@ -1,8 +1,8 @@
-"""The process of a rehearsal: a new one, as fake CUDA must be there before torch is.
+"""The process of a rehearsal: a new one, because fake CUDA must be loaded before torch.
 
-A small library in C++ lets a process without a GPU run autograd on fake CUDA tensors. It is
-compiled with the machine's own compiler at its first use and kept in the user's cache. This module
-imports no torch: the library must be in the process before torch is.
+A small C++ library lets a process without a GPU run autograd on fake CUDA tensors. The machine's
+own compiler compiles it at the first use, and it is kept in the user's cache. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _STANDARD = "-std=c++20"
 
 
 def load_shim() -> None:
-    """Puts the library into this process, which has CUDA devices from then on: fake ones.
+    """Load the library into this process, which from then on has fake CUDA devices.
 
     Raises:
-        RuntimeError: torch is in the process already.
+        RuntimeError: torch is loaded already.
         UserError: there is no compiler, or it cannot compile the library.
     """
     if "torch" in sys.modules:
@@ -42,14 +42,15 @@ def load_shim() -> None:
 
 
 def shim(torch_folder: Path) -> Path:
-    """The library for a version of torch; compiled where it is not in the cache.
+    """Return the library for an installation of torch; compile it if it is not in the cache.
 
     Raises:
         UserError: there is no compiler, or it cannot compile the library.
     """
     version = (torch_folder / "version.py").read_bytes()
-    made_of = str(torch_folder).encode() + version + _SOURCE.read_bytes()
-    name = hashlib.sha256(made_of).hexdigest()[:16]
+    # Everything that the binary depends on, so that an update of torch compiles it again.
+    sources = str(torch_folder).encode() + version + _SOURCE.read_bytes()
+    name = hashlib.sha256(sources).hexdigest()[:16]
     library = _cache() / f"fake_cuda-{name}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,8 @@ def shim(torch_folder: Path) -> Path:
 
 
 def _compile(torch_folder: Path, library: Path) -> None:
-    """Next to its place first, so that no other process loads a part of it."""
+    """Compile the library."""
+    # In a temporary folder first, so that no other process loads an incomplete file.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
         include, libraries = torch_folder / "include", torch_folder / "lib"
@@ -105,7 +107,7 @@ def _torch_folder() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be rehearsed, as it is typed."""
+    """Arguments of `elastrata rehearse`."""
 
     recipe: str
     """Name or file."""
@@ -114,15 +116,16 @@ class Request:
     cluster: str
     phase: int = 0
     graphs: bool = True
-    """Whether compilation is rehearsed, too, where the recipe compiles."""
+    """Whether to rehearse compilation, if the recipe compiles."""
 
 
 def rehearse(request: Request) -> Mapping[str, Any]:
-    """The figures of a rehearsal: the keys of `elastrata rehearse --json`.
+    """Return the figures of a rehearsal: the keys of `elastrata rehearse --json`.
 
     Raises:
-        UserError: recipe or cluster cannot work, or there is no C++ compiler; a line each.
-        RuntimeError: the step does not run; with the last line of what went wrong.
+        UserError: the recipe or cluster is invalid (one line for each reason), or there is no C++
+            compiler.
+        RuntimeError: the step fails; with the last line of its error.
     """
     done = subprocess.run(
         [sys.executable, "-m", "elastrata.rehearsal.process"],
@@ -132,6 +135,7 @@ def rehearse(request: Request) -> Mapping[str, Any]:
         errors="replace",  # what libraries say has the machine's encoding
         check=False,
     )
+    # The answer is the last line: libraries may print to standard output before it.
     lines = done.stdout.splitlines()
     answer: Mapping[str, Any] = json.loads(lines[-1]) if lines and done.returncode == 0 else {}
     if "problems" in answer:
@@ -146,7 +150,7 @@ def rehearse(request: Request) -> Mapping[str, Any]:
 
 
 def main() -> None:
-    """Reads the request from standard input."""
+    """Rehearse the request on standard input and print the answer in JSON."""
     values = json.load(sys.stdin)
     request = Request(**{**values, "overrides": tuple(values["overrides"])})
     try:

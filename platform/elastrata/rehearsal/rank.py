@@ -1,4 +1,4 @@
-"""One rank of many, rehearsed: its samples, its step, the peak of its memory, and its graphs."""
+"""Rehearsal of one rank of many: its samples, its step, its peak memory, and its graphs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from elastrata_pipelines.virtual_ranks import deal_to_virtual
 def rank_steps(
     recipe: Recipe, tokens: int, spec: DataSpec, rank: DataRank, lengths: Sequence[Ints]
 ) -> Iterator[RankStep]:
-    """A rank's part of steps, as the deal has it."""
+    """Yield a rank's part of some steps with random tokens, as the deal assigns them."""
     rng = np.random.default_rng(recipe.seed)
     parallel = recipe.parallel
     virtual = parallel.virtual_ranks
@@ -92,7 +92,7 @@ def rank_steps(
 
 
 def shortened(step: RankStep, micro_batches: int) -> RankStep:
-    """The step with its first micro-batches alone; as it is where there are several rounds."""
+    """Return a step with its first micro-batches only, or unchanged if it has several rounds."""
     if step.rounds > 1 or micro_batches >= len(step.micro_batches):
         return step
     cuts = step.cuts[: micro_batches + 1]
@@ -101,12 +101,12 @@ def shortened(step: RankStep, micro_batches: int) -> RankStep:
 
 
 def full(recipe: Recipe, spec: DataSpec, steps: int) -> list[Ints]:
-    """Lengths of batches whose samples all have the full length."""
+    """Return the sample lengths of batches whose samples all have the full length."""
     return [np.full(recipe.batch_size, spec.seq_len, dtype=np.int64)] * steps
 
 
 def varying(recipe: Recipe, spec: DataSpec, steps: int) -> list[Ints]:
-    """Lengths of batches that differ from sample to sample, from an eighth of the full one on."""
+    """Return random sample lengths, between an eighth of the full length and all of it."""
     rng = np.random.default_rng(recipe.seed)
     least = max(4, spec.seq_len // 8)
     return [
@@ -119,21 +119,17 @@ _TOTAL = "Total"
 
 
 class PeakMemory(MemTracker):  # type: ignore[no-untyped-call]
-    """The peak of a rank's memory on its device.
-
-    torch's own keeps the peak of every module, too, looks at each of them after every operator,
-    and refuses a module's second forward pass outside of another one.
-    """
+    """Peak of a rank's memory on its device."""
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Bytes at the peak: parameters, gradients, activations, temporaries of the backward pass,
-        optimizer states... as MemTracker calls them."""
+        """Bytes at the peak by MemTracker's kinds: parameters, gradients, activations, temporaries
+        of the backward pass, optimizer states..."""
         return {kind: size for kind, size in self._at_peak().items() if size and kind != _TOTAL}
 
     @property
     def bytes(self) -> int:
-        """In all."""
+        """Bytes at the peak."""
         return self._at_peak().get(_TOTAL, 0)
 
     def _at_peak(self) -> dict[str, int]:
@@ -141,6 +137,8 @@ class PeakMemory(MemTracker):  # type: ignore[no-untyped-call]
         sizes = next((sizes for device, sizes in peaks.items() if device.type == "cuda"), {})
         return {str(getattr(kind, "value", kind)): int(size) for kind, size in sizes.items()}
 
+    # MemTracker also keeps the peak of every module, looks at each module after every operator, and
+    # refuses a second forward pass of a module outside of another one.
     @override
     def _update_peak_stats(self, peak_state: Any) -> None:
         for device, sizes in self._curr_mem_snap.items():
@@ -150,6 +148,7 @@ class PeakMemory(MemTracker):  # type: ignore[no-untyped-call]
 
     @override
     def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
+        # Without this, the base class refuses the module's second forward pass.
         if module in self.memory_tracking and not self._mod_tracker.is_bw:
             del self.memory_tracking[module]
         super()._pre_fw_hook(module, inputs)
@@ -157,58 +156,56 @@ class PeakMemory(MemTracker):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def track(*trained: nn.Module) -> Iterator[PeakMemory]:
-    """While it lasts, memory is tracked, beginning with these modules' parameters and buffers."""
+    """Track memory while the block lasts, starting with these modules' parameters and buffers."""
     peak = PeakMemory()
     peak.track_external(*trained)
-    # It would follow modules through the backward pass, too, with hooks that refuse the divided one
-    # of zero bubble.
+    # The tracker would follow modules through the backward pass with hooks that fail on the split
+    # backward passes of zero bubble.
     with patch.object(mod_tracker, "register_multi_grad_hook", lambda *_, **__: None), peak:
         yield peak
 
 
 _TERMS = ("parameters", "gathered", "gradients", "activations", "working")
-"""Terms of the plan for what tensors have in a step."""
+"""Terms of the plan for tensors in a step."""
 DEVICE = torch.device("cuda", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is rehearsed."""
+    """A rehearsal's recipe, data and device."""
 
     recipe: Recipe
-    """Without phases, and with nothing left open."""
+    """A recipe without phases and without `auto` keys."""
     spec: DataSpec
     cluster: Cluster
     device: FakeDevice
 
     @property
     def world_size(self) -> int:
-        """Ranks, one for each device."""
+        """Number of ranks, one for each device."""
         return self.cluster.devices
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, at most."""
+        """Largest number of tokens of a micro-batch."""
         assert isinstance(self.recipe.micro_batch_tokens, int)
         return self.recipe.micro_batch_tokens
 
     def data_rank(self, rank: int) -> DataRank:
-        """The place of a rank among those that have different samples."""
+        """Return the place of a rank among the data ranks."""
         parallel = self.recipe.parallel
         return data_rank(rank, self.world_size, parallel.tensor, parallel.pipeline)
 
 
 def rehearse_rank(task: Task, rank: int) -> RankFigures:
-    """The figures of one rank's second step.
-
-    Without compilation: its graphs would need a compiler for the device.
-    """
+    """Return the figures of one rank's second step."""
     began = time.perf_counter()
+    # Uncompiled: compiled graphs would need a compiler for the device.
     recipe = task.recipe.model_copy(update={"compile": False})
     place = task.data_rank(rank)
     lengths = full(recipe, task.spec, 3)
     first, *others = rank_steps(recipe, task.tokens, task.spec, place, lengths)
-    # The first one makes the optimizer's states, for which few micro-batches will do.
+    # The first step creates the optimizer's states, for which few micro-batches suffice.
     steps = [shortened(first, recipe.parallel.micro_batch_multiple), *others]
     with rehearsal(task.device, world_size=task.world_size, rank=rank) as ledger:
         divided = divided_model(
@@ -225,7 +222,7 @@ def rehearse_rank(task: Task, rank: int) -> RankFigures:
             groups=ledger.made_groups(),
             micro_batches=len(steps[-1].micro_batches),
             micro_batch_tokens=max(len(rows.tokens) for rows in steps[-1].micro_batches),
-            formula_flops=_formula(task, steps[-1]),
+            formula_flops=_formula_flops(task, steps[-1]),
             **_planned(task, steps[-1]),
             **step,
             seconds=time.perf_counter() - began,
@@ -240,9 +237,9 @@ def _steps(
     steps: list[RankStep],
     ledger: Ledger,
 ) -> dict[str, Any]:
-    """The figures of the second of these steps, in which the third one is made ready, and of a copy
+    """Return the figures of the second of these steps, while the third is prepared, and of a copy
     of the state after it."""
-    optimizer, masks, loop = _made_ready(task, recipe, divided, is_primary=place.is_primary)
+    optimizer, masks, loop = _build_training(task, recipe, divided, is_primary=place.is_primary)
     with track(divided.model) as peak:
         average = weight_average(recipe, divided.model)
         run = loop.run(divided.forward_backward, optimizer, steps, Start(), lambda: Action.GO_ON)
@@ -266,7 +263,7 @@ def _steps(
     }
 
 
-def _made_ready(
+def _build_training(
     task: Task, recipe: Recipe, divided: DividedModel, *, is_primary: bool
 ) -> tuple[Optimizer, Masks | None, Loop]:
     blocks = recipe.workload.blocks(divided.model)
@@ -284,8 +281,9 @@ def _made_ready(
 
 
 def _saving(state: dict[str, Any], ledger: Ledger) -> SavingFigures:
-    """A copy into main memory, in pages that an earlier one has made."""
+    """Return the figures of a copy into main memory."""
     stager = Stager()
+    # Twice, because the first copy also allocates its memory.
     for step in range(2):
         ledger.take()
         copy = stager.stage(state, step)
@@ -300,8 +298,8 @@ def _saving(state: dict[str, Any], ledger: Ledger) -> SavingFigures:
     )
 
 
-def _formula(task: Task, step: RankStep) -> float:
-    """FLOPs of a rank's share of its samples."""
+def _formula_flops(task: Task, step: RankStep) -> float:
+    """Return the FLOPs of a rank's share of its samples."""
     workload, vocabulary = task.recipe.workload, task.spec.vocabulary
     batches = [workload.collate(rows, vocabulary, task.recipe.seed) for rows in step.micro_batches]
     lengths = step.rows.segment_lengths.tolist()
@@ -310,7 +308,7 @@ def _formula(task: Task, step: RankStep) -> float:
 
 
 def _planned(task: Task, step: RankStep) -> dict[str, Any]:
-    """The plan of these very micro-batches."""
+    """Return the plan's figures for exactly these micro-batches."""
     recipe, spec = task.recipe, task.spec
     if not isinstance(recipe.workload, Planned):
         return {"planned_bytes": None, "planned": None}
@@ -332,19 +330,19 @@ _STEPS = 3
 
 
 def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
-    """Graphs, breaks and recompilations over some steps whose lengths vary, and those of the first
-    one in another group of workers of the same processes, as after a fault."""
+    """Return the graphs, breaks and recompilations over some steps of varying lengths, and the
+    graphs of the first step in a later group of workers in the same process, as after a fault."""
     place, lengths = task.data_rank(rank), varying(task.recipe, task.spec, _STEPS)
-    # A graph is one of a block, however many micro-batches go through it.
+    # Graphs belong to blocks, so their number does not depend on the number of micro-batches.
     fewest = max(2, task.recipe.parallel.micro_batch_multiple)
     steps = [
         shortened(step, fewest)
         for step in rank_steps(task.recipe, task.tokens, task.spec, place, lengths)
     ]
-    with _counted() as made, rehearsal(task.device, world_size=task.world_size, rank=rank):
-        after = [len(made) for _ in _of_new_group(task, place.is_primary, steps)]
+    with _count_graphs() as graphs, rehearsal(task.device, world_size=task.world_size, rank=rank):
+        after = [len(graphs) for _ in _run_in_new_group(task, place.is_primary, steps)]
         breaks = dict(counters["graph_break"])
-        for _ in _of_new_group(task, place.is_primary, steps[:1]):
+        for _ in _run_in_new_group(task, place.is_primary, steps[:1]):
             pass
     return GraphFigures(
         steps=len(after),
@@ -352,27 +350,27 @@ def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
         breaks=sum(breaks.values()),
         reasons=[reason.splitlines()[0] for reason in breaks],
         recompilations=after[-1] - after[0],
-        next_group=len(made) - after[-1],
+        next_group=len(graphs) - after[-1],
     )
 
 
-def _of_new_group(task: Task, is_primary: bool, steps: Sequence[RankStep]) -> Iterator[object]:
-    """These steps of a rank, as it takes them in a group of workers of its own."""
+def _run_in_new_group(task: Task, is_primary: bool, steps: Sequence[RankStep]) -> Iterator[object]:
+    """Return the steps of a rank in a new group of workers."""
     recipe, spec = task.recipe, task.spec
     divided = divided_model(
         recipe, spec.vocabulary, spec.seq_len, DEVICE, task.world_size, draws=False
     )
-    optimizer, _, loop = _made_ready(task, recipe, divided, is_primary=is_primary)
+    optimizer, _, loop = _build_training(task, recipe, divided, is_primary=is_primary)
     return loop.run(divided.forward_backward, optimizer, steps, Start(), lambda: Action.GO_ON)
 
 
 @contextmanager
-def _counted() -> Iterator[list[torch.fx.GraphModule]]:
-    """Yield the graphs that are compiled, wherever that is; they run as they are."""
-    made, compiled = list[torch.fx.GraphModule](), torch.compile
+def _count_graphs() -> Iterator[list[torch.fx.GraphModule]]:
+    """Yield the list of graphs that are compiled in the block; they run uncompiled."""
+    graphs, compiled = list[torch.fx.GraphModule](), torch.compile
 
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        made.append(graph)
+        graphs.append(graph)
         return graph.forward
 
     def compile(*args: Any, **kwargs: Any) -> Any:
@@ -383,4 +381,4 @@ def _counted() -> Iterator[list[torch.fx.GraphModule]]:
         patch.object(torch, "compile", compile),
         torch._dynamo.config.patch(specialize_float=True),
     ):
-        yield made
+        yield graphs

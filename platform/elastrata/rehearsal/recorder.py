@@ -1,4 +1,4 @@
-"""Answers what fake tensors cannot, and enters in a ledger what a GPU would be asked for."""
+"""Recorder of the work that a GPU would do, with answers to queries that fake tensors lack."""
 
 from __future__ import annotations
 
@@ -26,39 +26,40 @@ from elastrata.rehearsal.ledger import Ledger
 
 _aten = torch.ops.aten
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
-"""With them `torch.tensor` makes a tensor of the mode from one with numbers."""
-_MOST_KNOWN = 4096
+"""`torch.tensor` calls these to make a fake tensor from one with values."""
+_MAX_KNOWN_VALUES = 4096
 _WRITES_AT = (_aten.index_put_.default, _aten.index_put.default)
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "_dtensor::")
 _NO_MESSAGES = ("wait_tensor",)
 Axes = Callable[[dist.ProcessGroup], tuple[str, int]]
-"""The name of a group's axis, and its number of ranks."""
+"""Returns the name of a group's axis, and its number of ranks."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it lasts, numbers that the device has made read as 1, and the ledger is kept.
+    """Dispatch mode that keeps the ledger. Values computed on the device read as 1.
 
-    Within a `FakeTensorMode`."""
+    Must be entered within a `FakeTensorMode`.
+    """
 
     def __init__(self, fake: FakeTensorMode, ledger: Ledger, axes: Axes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake, self._ledger, self._axes = fake, ledger, axes
         self._pinned: Any = WeakIdKeyDictionary()
-        self._known: Any = WeakIdKeyDictionary()
+        self._known_values: Any = WeakIdKeyDictionary()
         self._answers = {
             _aten._local_scalar_dense.default: self._number,
             _aten.equal.default: self._number,
             _aten.nonzero.default: self._all_indices,
             _aten.masked_select.default: self._all_values,
             _aten.bincount.default: self._no_counts,
-            _aten.index.Tensor: self._indexed,
+            _aten.index.Tensor: self._index,
             _aten._pin_memory.default: self._pin,
             _aten.is_pinned.default: self._is_pinned,
         }
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """torch.compile works under it."""
+        """Return True, so that torch.compile works under this mode."""
         return True
 
     @override
@@ -80,11 +81,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def tolist(self, tensor: FakeTensor) -> Any:
-        """The numbers of a tensor; of one on the device, for which the host waits once, those that
-        were copied there and nobody has written to but a collective; else ones."""
+        """Return the values of a tensor. Reading one on the device is a single wait of the host.
+
+        Values that were copied to the device are kept until an operator other than a collective
+        writes to the tensor; unknown values are ones.
+        """
         if tensor.is_cuda:
             self._ledger.host_waits("item")
-        if (known := self._known.get(tensor)) is not None:
+        if (known := self._known_values.get(tensor)) is not None:
             return known.tolist()
         with unset_fake_temporarily():
             return torch.ones(tensor.shape, dtype=tensor.dtype).tolist()
@@ -95,15 +99,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._enter_collective(name, args, kwargs)
         elif func._schema.is_mutable:
             for written in _tensors(args[:1]):
-                self._known.pop(written, None)
+                self._known_values.pop(written, None)
         if func is _aten.copy_.default:
             self._enter_copy(args[1], args[0], args[2:] == (True,) or kwargs.get("non_blocking"))
         elif func is _aten._to_copy.default:
             self._enter_copy(args[0], out, kwargs.get("non_blocking"))
-            if (known := self._known.get(args[0])) is not None and out.dtype == known.dtype:
-                self._known[out] = known
-        elif func in _LIFTS and args[0].numel() <= _MOST_KNOWN:
-            self._known[out] = args[0]
+            if (known := self._known_values.get(args[0])) is not None and out.dtype == known.dtype:
+                self._known_values[out] = known
+        # Only small tensors, whose values the step may read back, such as its sums.
+        elif func in _LIFTS and args[0].numel() <= _MAX_KNOWN_VALUES:
+            self._known_values[out] = args[0]
         elif func in _WRITES_AT and any(map(_is_mask, args[1])) and not _is_number(args[2]):
             self._shape_waits(args[0])
         if (count := flop_registry.get(func.overloadpacket)) is not None:
@@ -147,38 +152,39 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _number(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if args[0].device.type == "cuda":
-            known = self._known.get(args[0])
+            known = self._known_values.get(args[0])
             self._ledger.host_waits("item")
-            return _one(args[0].dtype) if known is None else known.item()
+            return _one_of_type(args[0].dtype) if known is None else known.item()
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException:
-            return _one(args[0].dtype)
+            return _one_of_type(args[0].dtype)
 
     def _all_indices(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-        """Every element is not zero."""
+        """Return as many indices as there are elements: all values count as non-zero."""
         values: Tensor = args[0]
         self._shape_waits(values)
         return values.new_zeros((values.numel(), values.dim()), dtype=torch.int64)
 
     def _all_values(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-        """The mask is true everywhere."""
+        """Return as many values as there are elements: the mask counts as true everywhere."""
         values: Tensor = args[0]
         self._shape_waits(values)
         return values.new_zeros(max(values.numel(), args[1].numel()))
 
     def _no_counts(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """No number is above those that are asked for."""
+        """Return zeros, as many as requested at least: no value exceeds that number."""
         least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
         values: Tensor = args[0]
         self._shape_waits(values)
         return values.new_zeros(max(1, least), dtype=torch.int64)
 
-    def _indexed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Masks are true everywhere."""
+    def _index(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Index with masks that count as true everywhere."""
         values, indices = args
         if any(map(_is_mask, indices)):
             self._shape_waits(values)
+            # A mask with n dimensions selects like n index tensors.
             wide: list[Any] = []
             for index in indices:
                 if _is_mask(index):
@@ -209,15 +215,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-def _one(dtype: torch.dtype) -> bool | int | float:
+def _one_of_type(dtype: torch.dtype) -> bool | int | float:
     if dtype is torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1
 
 
 def _is_number(value: Tensor) -> bool:
-    """Whether it is one number of the host: with a mask, that is a `masked_fill`, and has no
-    shape to wait for."""
+    """Return whether a value is a single number of the host."""
+    # With a mask, this is masked_fill, which does not wait for a shape.
     return value.numel() == 1 and value.device.type == "cpu"
 
 
@@ -234,15 +240,15 @@ def _size(tensor: Tensor) -> int:
 
 
 def _group(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dist.ProcessGroup:
-    """The group among a collective's arguments: itself, or the last of its names."""
-    values = [*args, *kwargs.values()]
-    for value in values:
+    """Return the group among a collective's arguments: an object, or else the last name."""
+    arguments = [*args, *kwargs.values()]
+    for value in arguments:
         if isinstance(value, torch.ScriptObject):
             try:
                 return dist.ProcessGroup.unbox(value)
             except RuntimeError:  # another class: how numbers are reduced
                 continue
-    name: Any = [value for value in values if isinstance(value, str)][-1]
+    name: Any = [value for value in arguments if isinstance(value, str)][-1]
     resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
     group: dist.ProcessGroup = resolve(name)
     return group

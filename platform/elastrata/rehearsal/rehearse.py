@@ -1,4 +1,4 @@
-"""The rehearsal of a recipe on a cluster: the ranks that differ, and what is compiled."""
+"""Rehearsal of a recipe on a cluster: the ranks that differ, and the compiled graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from elastrata_pipelines.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """All figures. The names of fields are keys of `elastrata rehearse --json`."""
+    """Figures of a rehearsal. The field names are keys of `elastrata rehearse --json`."""
 
     recipe: str
     device: str
@@ -36,36 +36,36 @@ class Rehearsal:
     batch_size: int
     seq_len: int
     memory_bytes: float
-    """Of a device."""
+    """Memory of a device."""
     ranks: Sequence[RankFigures]
-    """The first one; with a pipeline, that of the last stage, too, and of stages between them that
+    """The first rank. With a pipeline, also that of the last stage, and of stages between them that
     have more blocks than the first."""
     graphs: GraphFigures | None
-    """None: the recipe does not compile, or nobody asked."""
+    """None if the recipe does not compile or the request excludes graphs."""
 
 
 def figures(request: Request) -> Rehearsal:
-    """Rehearses.
+    """Rehearse a request and return its figures.
 
     Raises:
-        UserError: recipe or cluster cannot work, a line for each reason.
+        UserError: the recipe or cluster is invalid; one line for each reason.
     """
-    asked = task(request)
-    recipe, cluster = asked.recipe, asked.cluster
-    numbers, graphs = ranks(asked), request.graphs and recipe.compile
+    requested_task = task(request)
+    recipe, cluster = requested_task.recipe, requested_task.cluster
+    numbers, graphs = ranks(requested_task), request.graphs and recipe.compile
     context = multiprocessing.get_context("fork")  # which has fake CUDA
     with ProcessPoolExecutor(len(numbers) + graphs, mp_context=context) as processes:
-        rehearsed = [processes.submit(rehearse_rank, asked, number) for number in numbers]
-        compiled = processes.submit(rehearse_graphs, asked, 0) if graphs else None
+        rehearsed = [processes.submit(rehearse_rank, requested_task, number) for number in numbers]
+        compiled = processes.submit(rehearse_graphs, requested_task, 0) if graphs else None
     return Rehearsal(
         recipe=request.recipe,
         device=cluster.device.name,
         devices=cluster.devices,
         layout=group_layout(recipe.parallel, cluster.devices).division,
-        micro_batch_tokens=asked.tokens,
+        micro_batch_tokens=requested_task.tokens,
         activation_checkpointing=recipe.activation_checkpointing,
         batch_size=recipe.batch_size,
-        seq_len=asked.spec.seq_len,
+        seq_len=requested_task.spec.seq_len,
         memory_bytes=cluster.device.memory_bytes,
         ranks=[rank.result() for rank in rehearsed],
         graphs=compiled.result() if compiled else None,
@@ -73,10 +73,10 @@ def figures(request: Request) -> Rehearsal:
 
 
 def task(request: Request) -> Task:
-    """What a request asks for: a recipe without phases that leaves nothing open.
+    """Return the task of a request, with a recipe without phases and `auto` keys.
 
     Raises:
-        UserError: recipe or cluster cannot work, a line for each reason.
+        UserError: the recipe or cluster is invalid; one line for each reason.
     """
     cluster = read_cluster(request.cluster)
     if cluster.device.name == "CPU":
@@ -89,7 +89,7 @@ def task(request: Request) -> Task:
         )
     spec = data_spec(recipe)
     part = full_part(recipe.parts[request.phase], spec.seq_len)
-    chosen = _chosen(recipe, part, cluster)
+    chosen = _plan_open_keys(recipe, part, cluster)
     return Task(
         recipe=recipe.model_copy(update={**_keys(part), **chosen, "phases": ()}),
         spec=spec,
@@ -108,8 +108,8 @@ def _keys(part: PhaseKeys) -> Mapping[str, Any]:
     return {key: getattr(part, key) for key in PhaseKeys.model_fields}
 
 
-def _chosen(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Mapping[str, Any]:
-    """The values that a plan has for what the recipe leaves open."""
+def _plan_open_keys(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Mapping[str, Any]:
+    """Return the plan's values for the keys that the recipe leaves open."""
     if not recipe.is_automatic:
         return {}
     spec = data_spec(recipe)
@@ -123,7 +123,8 @@ def _chosen(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Mapping[str, A
 
 
 def ranks(task: Task) -> list[int]:
-    """The first rank; with a pipeline, the first one of each stage that may need most memory."""
+    """Return the first rank, and with a pipeline the first one of each stage that may need most
+    memory."""
     recipe, spec, devices = task.recipe, task.spec, task.cluster.devices
     stages = recipe.parallel.pipeline
     numbers = {0, stages - 1}

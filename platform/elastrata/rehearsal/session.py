@@ -38,19 +38,20 @@ _MESH_METHODS = (
     "get_group",
     "get_local_rank",
 )
-"""Compute with numbers of ranks, which are no fake tensors. Some are missing in some versions."""
+"""Methods that compute with rank numbers, which must not be fake tensors. Some do not exist in
+every version of torch."""
 _ALONE = "alone"
 WORLD = "world"
 
 
 class Axes:
-    """The names of process groups: those of the meshes that were made."""
+    """Names of process groups, by the meshes created so far."""
 
     def __init__(self) -> None:
         self._names: dict[frozenset[int], str] = {}
 
     def add(self, mesh: DeviceMesh) -> None:
-        """The groups of every choice of its axes, as this rank has them."""
+        """Name the groups of every combination of a mesh's axes to which this rank belongs."""
         names, place, ranks = mesh.mesh_dim_names, mesh.get_coordinate(), mesh.mesh
         if names is None or place is None:
             return
@@ -63,7 +64,7 @@ class Axes:
                 self._names.setdefault(members, name)
 
     def __call__(self, group: dist.ProcessGroup) -> tuple[str, int]:
-        """The axis of a group, and its number of ranks."""
+        """Return the axis of a group, and its number of ranks."""
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
             return _ALONE, 1
@@ -73,18 +74,19 @@ class Axes:
 
 @contextmanager
 def fake_ranks(ledger: Ledger, world_size: int | None, rank: int) -> Iterator[Axes]:
-    """While it lasts, process groups have all their ranks, of which one is there.
+    """Create process groups of `world_size` ranks, of which only this one exists.
 
-    Collectives end at once and leave in tensors what is in them; objects come from every other rank
-    as they are on this one."""
+    Collectives return at once and leave their tensors unchanged. Objects gathered from other ranks
+    are copies of this rank's.
+    """
     axes = Axes()
     with ExitStack() as patches:
         for original, replacement in _replacements(ledger).items():
-            _everywhere(patches, original, replacement)
+            _replace_everywhere(patches, original, replacement)
         for name, method in _mesh_methods(axes).items():
             patches.enter_context(patch.object(DeviceMesh, name, method))
-        # It tries operators out on tensors of the whole shape: in the mode that is there, these
-        # would count as memory.
+        # Sharding propagation tries operators on tensors of the whole shape. In the active mode,
+        # these would count as memory.
         patches.enter_context(patch.object(_sharding_prop, "detect_fake_mode", lambda: None))
         if world_size is not None:
             dist.init_process_group(
@@ -129,7 +131,7 @@ def _replacements(ledger: Ledger) -> Mapping[Callable[..., Any], Callable[..., A
         dist.gather_object: gather_object,
         dist.broadcast_object_list: nothing,
         dist.monitored_barrier: nothing,
-        device_mesh.init_device_mesh: _outside(device_mesh.init_device_mesh),
+        device_mesh.init_device_mesh: _with_real_tensors(device_mesh.init_device_mesh),
     }
 
 
@@ -137,9 +139,9 @@ def _mesh_methods(axes: Axes) -> Mapping[str, Any]:
     methods: dict[str, Any] = {}
     for name, method in vars(DeviceMesh).items():
         if isinstance(method, staticmethod):
-            methods[name] = staticmethod(_outside(method.__func__))
+            methods[name] = staticmethod(_with_real_tensors(method.__func__))
         elif name in _MESH_METHODS:
-            methods[name] = _outside(method)
+            methods[name] = _with_real_tensors(method)
     make = methods["__init__"]
 
     @wraps(make)
@@ -151,8 +153,8 @@ def _mesh_methods(axes: Axes) -> Mapping[str, Any]:
     return {**methods, "__init__": make_and_name}
 
 
-def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with real tensors."""
+def _with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs with real tensors."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -162,10 +164,10 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _everywhere(
+def _replace_everywhere(
     patches: ExitStack, original: Callable[..., Any], replacement: Callable[..., Any]
 ) -> None:
-    """Replaces a function in every module that has it under its name."""
+    """Replace a function in every module that imported it under its name."""
     name = original.__name__
     for module in [m for m in sys.modules.values() if vars(m).get(name) is original]:
         patches.enter_context(patch.object(module, name, replacement))
@@ -178,18 +180,18 @@ DEVICE = FakeDevice()
 def rehearsal(
     device: FakeDevice = DEVICE, *, world_size: int | None = 1, rank: int = 0
 ) -> Iterator[Ledger]:
-    """While it lasts, tensors have shapes and no numbers, in all threads that are started, and
-    `torch.device("cuda")` is there.
+    """Give tensors shapes without values, in all threads started in the block, and provide
+    `torch.device("cuda")`.
 
-    Needs `load_shim` before torch is imported.
+    `load_shim` must be called before torch is imported.
 
     Args:
-        device: that every rank has.
-        world_size: ranks of the default process group; None: it is not there.
-        rank: that this process plays.
+        device: the device of every rank.
+        world_size: ranks of the default process group; None: there is no default group.
+        rank: rank of this process.
 
     Yields:
-        What the device would have been asked for.
+        The ledger of this rank.
     """
     ledger = Ledger()
     with fake_cuda(device, ledger), fake_ranks(ledger, world_size, rank) as axes, ExitStack() as on:
@@ -200,7 +202,7 @@ def rehearsal(
         on.enter_context(patch.object(parallelize, "nodes_of_all", _nodes_of(device)))
         on.enter_context(patch.object(torch.UntypedStorage, "resize_", _resize(ledger)))
         on.enter_context(patch.object(FakeTensor, "tolist", _tolist(recorder)))
-        # Threads take turns in a fake mode, and torch's is not made for that.
+        # Threads take turns in a fake mode, which torch's fake mode does not support.
         on.enter_context(patch.object(loop, "BackgroundThread", lambda _: AtOnce()))
         for mode in modes:
             on.enter_context(mode)
@@ -208,12 +210,13 @@ def rehearsal(
 
 
 def _nodes_of(device: FakeDevice) -> Callable[[], list[object]]:
-    """`nodes_of_all` of ranks that lie on full nodes, one after the other."""
+    """Return a replacement of `nodes_of_all` for ranks on full nodes, in order."""
     return lambda: [rank // device.per_node for rank in range(dist.get_world_size())]
 
 
 def _run_with(modes: tuple[Any, ...]) -> Callable[[threading.Thread], None]:
-    """`Thread.run` in these modes: a thread begins without those of the one that starts it."""
+    """Return a replacement of `Thread.run` that enters these modes first."""
+    # A new thread does not inherit the modes of the thread that starts it.
     run = threading.Thread.run
 
     def run_with(thread: threading.Thread) -> None:
@@ -226,7 +229,8 @@ def _run_with(modes: tuple[Any, ...]) -> Callable[[threading.Thread], None]:
 
 
 def _resize(ledger: Ledger) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
-    """`UntypedStorage.resize_`, which FSDP2 frees and gets memory with."""
+    """Return a replacement of `UntypedStorage.resize_`, by which FSDP2 frees and allocates
+    memory."""
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -238,8 +242,8 @@ def _resize(ledger: Ledger) -> Callable[[torch.UntypedStorage, int], torch.Untyp
 
 
 def _tolist(recorder: Recorder) -> Callable[[FakeTensor], Any]:
-    """`Tensor.tolist`, which reads the device once, whatever the number of numbers; numbers of the
-    host that are unknown, too, are made in one go."""
+    """Return a replacement of `Tensor.tolist` that reads the device once for all values."""
+    # The original reads value by value: that would count as many waits.
     by_number: Any = FakeTensor.tolist
 
     def tolist(tensor: FakeTensor) -> Any:
