@@ -1,1 +1,1 @@
-"""The optimizers, each in a file with its keys."""
+"""The optimizers, each in a file with its recipe keys."""

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101): PyTorch's, with fused kernels or without."""
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101): PyTorch's implementation, fused or not."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class AdamWConfig(OptimizerKeys):
     otherwise than the rest, so `parallel.virtual_ranks` needs false: operator by operator."""
 
     def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:
-        """Weights, which decay, and biases and norms, which do not."""
+        """Return two groups: weights, which decay, and biases and norms, which do not."""
         return decaying_or_not(trainable(model), "AdamW", self.weight_decay)
 
     def build(self, groups: Sequence[ParameterGroup]) -> torch.optim.AdamW:
-        """PyTorch's AdamW."""
+        """Build PyTorch's AdamW."""
         return torch.optim.AdamW(
             [
                 {"params": list(group.parameters.values()), "weight_decay": group.weight_decay}
@@ -35,5 +35,7 @@ class AdamWConfig(OptimizerKeys):
             betas=self.betas,
             eps=self.eps,
             fused=self.fused,
+            # Without the fused kernel, operator by operator: its rounding depends on no
+            # neighbouring element.
             foreach=False,
         )

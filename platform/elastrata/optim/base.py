@@ -1,4 +1,5 @@
-"""Adam's running means, on the shards that this rank has: they need no other rank's."""
+"""What optimizers share: parameter groups, common keys, and Adam's running means of local
+shards."""
 
 from __future__ import annotations
 
@@ -26,23 +27,23 @@ NotNegative = Annotated[float, Field(ge=0, le=1e6)]
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Parameters with one rule and one weight decay."""
+    """Parameters with the same update rule and weight decay."""
 
     name: str
     rule: str
-    """How they are updated: `AdamW`, `LAMB`..."""
+    """Update rule, such as `AdamW` or `LAMB`."""
     weight_decay: float
     parameters: Named
-    """By their names in the model."""
+    """Parameters by their names in the model."""
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all the tensors."""
+        """Number of elements of all tensors."""
         return sum(parameter.numel() for parameter in self.parameters.values())
 
     def patterns(self) -> dict[str, int]:
-        """The names with `*` for the numbers in them, and the shapes, each with how many it
-        stands for."""
+        """Return the parameters' names with `*` for numbers, with their shapes, and the count of
+        each."""
         return dict(
             Counter(
                 f"{re.sub(r'[.][0-9]+(?=[.]|$)', '.*', name)} {list(parameter.shape)}"
@@ -52,18 +53,18 @@ class ParameterGroup:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, tied ones once, in the model's order."""
+    """Return the trainable parameters in the model's order; tied ones appear once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def block_matrices(parameters: Named, blocks: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters that are matrices of these blocks."""
+    """Return those of the parameters that are matrices of the blocks."""
     inside = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
     return {name: p for name, p in parameters.items() if id(p) in inside}
 
 
 def decaying_or_not(parameters: Named, rule: str, weight_decay: float) -> list[ParameterGroup]:
-    """Two groups: weights of two and more dims decay; biases and norms (one dim) do not."""
+    """Return two groups: weights of two and more dims, and biases and norms, which do not decay."""
     weights = {name: p for name, p in parameters.items() if p.ndim >= 2}
     rest = {name: p for name, p in parameters.items() if p.ndim < 2}
     return [
@@ -73,7 +74,7 @@ def decaying_or_not(parameters: Named, rule: str, weight_decay: float) -> list[P
 
 
 class OptimizerKeys(Config):
-    """An optimizer that keeps Adam's running means for at least some of the parameters."""
+    """Keys of an optimizer that keeps Adam's running means for at least some of the parameters."""
 
     has_second_moments: ClassVar[bool] = True
     """Whether every parameter has a running mean of its squared gradient."""
@@ -91,12 +92,16 @@ class OptimizerKeys(Config):
 
     @abstractmethod
     def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:
-        """All trainable parameters of `model`, each in one group; `blocks` are its repeated
-        blocks. Sharded or not, or on the meta device."""
+        """Return all trainable parameters of `model`, each in one group.
+
+        Args:
+            model: sharded or not, or on the meta device.
+            blocks: its repeated blocks.
+        """
 
     @abstractmethod
     def build(self, groups: Sequence[ParameterGroup]) -> Optimizer:
-        """The optimizer over the parameters of `groups` as they are now, sharded or not."""
+        """Build the optimizer over the parameters of `groups` in their current sharding."""
 
 
 def adam_directions(
@@ -106,17 +111,19 @@ def adam_directions(
     betas: tuple[float, float],
     eps: float,
 ) -> list[Tensor]:
-    """One more step of the running means in the optimizer's state, and what they say.
+    """Update the running means in the optimizer's state and return Adam's update directions.
+
+    No communication: a shard's means depend on its own gradients only.
 
     Args:
-        optimizer: its state gets `step`, `exp_avg` and `exp_avg_sq`, as that of PyTorch's AdamW.
-        parameters: with gradients; not changed.
+        optimizer: its state gets `step`, `exp_avg` and `exp_avg_sq`, like that of PyTorch's AdamW.
+        parameters: parameters with gradients; not changed.
         betas: decay of the means of the gradient and of its square.
-        eps: added to the root of the second.
+        eps: added to the root of the second mean.
 
     Returns:
-        Of each parameter's local shard the mean over the root of the mean square, both corrected
-        for their start at zero (Kingma and Ba, arXiv 1412.6980, algorithm 1).
+        For each parameter's local shard, the mean over the root of the mean square, both corrected
+            for their initialisation with zero (Kingma and Ba, arXiv 1412.6980, algorithm 1).
     """
     states = [_state(optimizer, parameter) for parameter in parameters]
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
@@ -139,7 +146,8 @@ def adam_directions(
 def _state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     state: dict[str, Any] = optimizer.state[parameter]
     if not state:
-        # A tensor in main memory: checkpoints are tensors alone, and reading it waits for no GPU.
+        # A tensor, as checkpoints only store tensors; in main memory, so that reading it does not
+        # wait for a GPU.
         state["step"] = torch.tensor(0.0)
         state["exp_avg"] = torch.zeros_like(parameter)
         state["exp_avg_sq"] = torch.zeros_like(parameter)

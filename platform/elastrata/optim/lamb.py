@@ -1,4 +1,5 @@
-"""LAMB (You et al., arXiv 1904.00962, algorithm 2): Adam's direction, scaled to the weights."""
+"""LAMB (You et al., arXiv 1904.00962, algorithm 2): Adam's direction, scaled to the weights'
+norm."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from elastrata.parallel.sharding import MeshAxis, local, sharding_axes
 class LambConfig(OptimizerKeys):
     """LAMB (You et al., arXiv 1904.00962), for large batches.
 
-    Weights move by lr * trust * update, where trust is the norm of the weights over the norm of
-    the update, tensor by tensor. Biases and norms neither decay nor have a trust ratio, as in the
+    Weights move by lr * trust * update. The trust ratio is the norm of the weights over the norm of
+    the update, for each tensor. Biases and norms neither decay nor have a trust ratio, as in the
     published runs of BERT.
     """
 
@@ -47,11 +48,11 @@ class LambConfig(OptimizerKeys):
         return self
 
     def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:
-        """Weights, with decay and trust ratio, and biases and norms, without."""
+        """Return two groups: weights, with decay and trust ratio, and biases and norms, without."""
         return decaying_or_not(trainable(model), "LAMB", self.weight_decay)
 
     def build(self, groups: Sequence[ParameterGroup]) -> Lamb:
-        """LAMB, with trust ratios where there are two and more dims."""
+        """Build LAMB, with trust ratios for tensors of two and more dims."""
         return Lamb(
             [
                 {
@@ -69,11 +70,11 @@ class LambConfig(OptimizerKeys):
 
 
 class Lamb(Optimizer):
-    """LAMB on plain or sharded parameters, equal at any number of ranks but for rounding.
+    """LAMB on plain or sharded parameters, equal up to rounding at any number of ranks.
 
-    Algorithm 2 of the paper, with the moments corrected for their start at zero and the decay
-    inside the update that the trust ratio scales. The bounds are those of the ratio. Where weights
-    or update are all zero it is 1.
+    It is algorithm 2 of the paper, with bias-corrected moments and the decay inside of the update
+    that the trust ratio scales. `trust` bounds the ratio. The ratio is 1 if weights or update are
+    all zero.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Lamb(Optimizer):
         eps: float,
         trust: tuple[float, float],
     ) -> None:
-        """Groups: dicts with `params`, `weight_decay` and `has_trust`."""
+        """Initialise from groups: dicts with `params`, `weight_decay` and `has_trust`."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "trust": trust})
 
     @overload
@@ -94,7 +95,7 @@ class Lamb(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates the parameters that have gradients.
+        """Update the parameters that have gradients.
 
         Collective over the ranks that shard them: one reduction per group with trust ratios.
         """
@@ -119,21 +120,22 @@ class Lamb(Optimizer):
 
 
 def trust_ratios(weights: Tensor, updates: Tensor, smallest: float, largest: float) -> Tensor:
-    """The trust ratios from the norms of weights and updates, all of shape [tensors]."""
+    """Return the trust ratios from the norms of weights and updates, all of shape [tensors]."""
     ratios = (weights / updates).clamp(smallest, largest)
     return torch.where((weights > 0) & (updates > 0), ratios, 1.0)
 
 
 def _global_norms(parameters: Sequence[Tensor], *shards: Sequence[Tensor]) -> Tensor:
-    """The 2-norms of tensors that are sharded as `parameters` are.
+    """Return the 2-norms of tensors that are sharded like `parameters`.
 
-    Collective over the axes that shard them: one all-reduce per axis, however many tensors there
-    are, so one under FSDP and, inside each replica, one under HSDP; one more with tensor
+    Collective over the axes that shard them, with one all-reduce per axis for any number of
+    tensors: one under FSDP, one inside of each replica under HSDP, and another one with tensor
     parallelism, of the tensors that it divides.
 
     Args:
-        parameters: say how the tensors are sharded; their values do not matter.
-        shards: this rank's part of one tensor per parameter, maybe empty; one or more such lists.
+        parameters: tensors with the same sharding; their values are not used.
+        shards: one or more lists with this rank's shard of one tensor per parameter. Shards may be
+            empty.
 
     Returns:
         Shape [number of lists, number of parameters], float64.
@@ -145,7 +147,8 @@ def _global_norms(parameters: Sequence[Tensor], *shards: Sequence[Tensor]) -> Te
         for axis in sharding_axes(parameter):
             columns.setdefault(axis, []).append(number)
     for axis, numbers in columns.items():
-        places = to_device(torch.tensor(numbers), squares.device)  # of a list, the host would wait
+        # Indexing with a list would make the host wait for the device.
+        places = to_device(torch.tensor(numbers), squares.device)
         summed = squares.index_select(1, places)
         dist.all_reduce(summed, group=axis.group)
         squares.index_copy_(1, places, summed)

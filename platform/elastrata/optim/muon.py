@@ -1,13 +1,13 @@
 """Muon (Keller Jordan, kellerjordan.github.io/posts/muon): orthogonal updates for the matrices of
 the blocks, AdamW for everything else.
 
-`torch.optim.Muon` is not used: it multiplies a sharded matrix with itself, which costs collectives
-for every matrix and product, and computes in bfloat16 alone, so that runs at two sizes would part.
-The updates are the same up to that.
+`torch.optim.Muon` is not used. It multiplies a sharded matrix with itself, which costs collectives
+for every matrix and product. It also computes in bfloat16 only, so that runs at two world sizes
+would diverge. Apart from that, the updates are the same.
 
-Every rank computes a share of the matrices: all ranks send it their parts of them, and get back
-their parts of the results. Where two axes of a mesh divide a matrix, as FSDP2 and tensor
-parallelism do, this happens along one of them inside the other.
+Every rank computes a share of the matrices: all ranks send it their parts, and receive their parts
+of the results. If two mesh axes divide a matrix, as with FSDP2 and tensor parallelism, the exchange
+along one axis is nested in that along the other.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from elastrata.parallel.sharding import MeshAxis, local, sharding_axes
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a matrix, on this rank."""
+    """This rank's part of a matrix."""
 
     whole: torch.Size
-    """Shape of the matrix, [m, n]."""
+    """Shape of the whole matrix, [m, n]."""
     axes: tuple[MeshAxis, ...]
-    """The axes that divide it, outermost first; the innermost one has divided it first."""
+    """Axes that divide the matrix, outermost first. The innermost one has divided it first."""
     values: Tensor
 
     def shape_on(self, rank: int) -> torch.Size:
-        """The shape on that rank along the outermost axis, as `torch.chunk` deals: the last ranks
-        may have less than others, or nothing."""
+        """Return the shape of the part on `rank` along the outermost axis."""
         sizes, outermost = list(self.whole), self.axes[0]
         for axis in reversed(self.axes):
+            # As `torch.chunk` divides: the last ranks may have less than the others, or nothing.
             most = -(-sizes[axis.dim] // axis.size)
             here = rank if axis is outermost else axis.rank
             sizes[axis.dim] = max(0, min(most, sizes[axis.dim] - here * most))
@@ -60,15 +60,15 @@ class _Part:
 def on_whole_matrices(
     parameters: Sequence[Tensor], shards: Sequence[Tensor], function: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """`function` of matrices that are sharded as `parameters` are.
+    """Apply `function` to matrices that are sharded like `parameters`.
 
-    Collective over the ranks that share the matrices: two all-to-alls along every axis of the mesh
-    that divides any, however many matrices there are. A matrix is computed from the whole of it,
-    so the result does not depend on how many ranks there are.
+    Collective over the ranks that share the matrices: two all-to-alls along every mesh axis that
+    divides any of them, for any number of matrices. The function sees whole matrices, so its
+    results do not depend on the number of ranks.
 
     Args:
-        parameters: shapes [m, n]; say how the matrices are sharded, values do not matter.
-        shards: this rank's part of one matrix per parameter, maybe empty, all of one dtype.
+        parameters: shapes [m, n], with the sharding of the matrices; their values are not used.
+        shards: this rank's shard, maybe empty, of one matrix per parameter, all of one dtype.
         function: keeps shape and dtype.
 
     Returns:
@@ -81,40 +81,43 @@ def on_whole_matrices(
 
 
 def _on_parts(parts: Sequence[_Part], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """This rank's parts of the results.
+    """Return this rank's parts of the results.
 
-    What the outermost axis has divided is put together along it, each matrix on one rank. The ranks
-    of the other axes, which have the other parts of the same matrices, do likewise.
+    The parts along the outermost axis are joined, each matrix on one rank. The ranks of the other
+    axes, which have the other parts of the same matrices, do the same. The function recurses until
+    no axis is left.
     """
     axes = [part.axes[0] for part in parts if part.axes]
     if not axes:
         return [function(part.values) for part in parts]
+    # All ranks must take the axes in the same order, or their collectives would not match.
     axis = min(axes, key=lambda axis: axis.number)
     divided = [i for i, part in enumerate(parts) if part.axes and part.axes[0] == axis]
     others = [i for i in range(len(parts)) if i not in divided]
+    # The same on all ranks, as it depends on shapes only.
     owners = share_out([_cost(parts[i].whole) for i in divided], axis.size)
     owned = [[i for i, o in zip(divided, owners, strict=True) if o == r] for r in range(axis.size)]
-    mine = [parts[i] for i in owned[axis.rank]]
+    own_parts = [parts[i] for i in owned[axis.rank]]
 
     outgoing = [[parts[i].values for i in theirs] for theirs in owned]
-    shapes = [[part.shape_on(r) for part in mine] for r in range(axis.size)]
+    shapes = [[part.shape_on(r) for part in own_parts] for r in range(axis.size)]
     empty = parts[0].values.new_empty(0)
     received = _exchange(outgoing, shapes, axis.group, empty)
     joined = [
         _Part(part.whole, part.axes[1:], torch.cat(pieces, part.axes[0].dim))
-        for part, pieces in zip(mine, zip(*received, strict=True), strict=True)
+        for part, pieces in zip(own_parts, zip(*received, strict=True), strict=True)
     ]
     results = _on_parts([*joined, *(parts[i] for i in others)], function)
 
-    by_part = dict(zip(others, results[len(mine) :], strict=True))
+    by_part = dict(zip(others, results[len(own_parts) :], strict=True))
     columns = zip(*shapes, strict=True)
     pieces = [
         torch.split(result, [shape[part.axes[0].dim] for shape in column], part.axes[0].dim)
-        for part, result, column in zip(mine, results, columns, strict=False)
+        for part, result, column in zip(own_parts, results, columns, strict=False)
     ]
-    back = [[piece[r] for piece in pieces] for r in range(axis.size)]
+    outgoing_results = [[piece[r] for piece in pieces] for r in range(axis.size)]
     returned = _exchange(
-        back, [[v.shape for v in theirs] for theirs in outgoing], axis.group, empty
+        outgoing_results, [[v.shape for v in theirs] for theirs in outgoing], axis.group, empty
     )
     for theirs, values in zip(owned, returned, strict=True):
         by_part |= dict(zip(theirs, values, strict=True))
@@ -122,8 +125,8 @@ def _on_parts(parts: Sequence[_Part], function: Callable[[Tensor], Tensor]) -> l
 
 
 def share_out(costs: Sequence[float], size: int) -> list[int]:
-    """The rank for each of some pieces of work: the costliest first, each to the least busy rank
-    (Graham's LPT rule)."""
+    """Assign pieces of work to ranks: the costliest first, each to the least busy rank (Graham's
+    LPT rule)."""
     busy, owners = [0.0] * size, [0] * len(costs)
     for piece in sorted(range(len(costs)), key=lambda piece: -costs[piece]):
         owners[piece] = min(range(size), key=lambda rank: busy[rank])
@@ -132,6 +135,8 @@ def share_out(costs: Sequence[float], size: int) -> list[int]:
 
 
 def _cost(shape: torch.Size) -> float:
+    # Proportional to the products of a Newton-Schulz iteration, which multiply the smaller dim's
+    # Gram matrix.
     return shape.numel() * min(shape)
 
 
@@ -141,7 +146,8 @@ def _exchange(
     group: dist.ProcessGroup,
     empty: Tensor,
 ) -> list[list[Tensor]]:
-    """Sends `parts[r]` to rank r of the group; returns what rank r sent here, of `shapes[r]`."""
+    """Send `parts[r]` to rank r of the group, and return the tensors of `shapes[r]` that rank r
+    sent."""
     outgoing = torch.cat([empty, *(part.reshape(-1) for theirs in parts for part in theirs)])
     sizes = [[shape.numel() for shape in theirs] for theirs in shapes]
     incoming = empty.new_empty(sum(map(sum, sizes)))
@@ -156,18 +162,19 @@ def _exchange(
     return [[next(flat).view(shape) for shape in theirs] for theirs in shapes]
 
 
-_RULE = "Muon"
+_MUON_RULE = "Muon"
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Keller Jordan's quintic (kellerjordan.github.io/posts/muon): steep at 0, never settling at 1."""
-_STEPS = 5
+"""Keller Jordan's quintic (kellerjordan.github.io/posts/muon): steep at 0, without convergence
+to 1."""
+_NUM_ITERATIONS = 5
 _EPS = 1e-7
 
 
 class MuonConfig(OptimizerKeys):
     """Muon for the matrices of the blocks; AdamW, with `betas` and `eps`, for the rest.
 
-    One `lr` and `weight_decay` for both: a matrix of m rows and n columns moves by 0.2 *
-    sqrt(max(m, n)) * lr, which makes its elements move as far as AdamW's do (Liu et al., arXiv
+    Both have the same `lr` and `weight_decay`: a matrix of m rows and n columns moves by 0.2 *
+    sqrt(max(m, n)) * lr, so that its elements move as far as with AdamW (Liu et al., arXiv
     2502.16982, equation 4).
     """
 
@@ -184,14 +191,15 @@ class MuonConfig(OptimizerKeys):
     numbers of workers then agree in fewer digits."""
 
     def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:
-        """The blocks' matrices; other weights, such as embeddings and head; biases and norms."""
+        """Return three groups: matrices of the blocks; other weights, such as embeddings and
+        head; biases and norms."""
         parameters = trainable(model)
         matrices = block_matrices(parameters, blocks)
         rest = {name: p for name, p in parameters.items() if name not in matrices}
         return [
             ParameterGroup(
                 name="matrices of the blocks",
-                rule=_RULE,
+                rule=_MUON_RULE,
                 weight_decay=self.weight_decay,
                 parameters=matrices,
             ),
@@ -199,13 +207,13 @@ class MuonConfig(OptimizerKeys):
         ]
 
     def build(self, groups: Sequence[ParameterGroup]) -> Muon:
-        """Muon, with AdamW for the groups that have its rule."""
+        """Build Muon, with AdamW for the groups that have its rule."""
         return Muon(
             [
                 {
                     "params": list(group.parameters.values()),
                     "weight_decay": group.weight_decay,
-                    "orthogonal": group.rule == _RULE,
+                    "orthogonal": group.rule == _MUON_RULE,
                 }
                 for group in groups
             ],
@@ -219,7 +227,7 @@ class MuonConfig(OptimizerKeys):
 
 
 class Muon(Optimizer):
-    """Muon on plain or sharded parameters, equal at any number of ranks but for rounding."""
+    """Muon on plain or sharded parameters, equal up to rounding at any number of ranks."""
 
     def __init__(
         self,
@@ -232,10 +240,11 @@ class Muon(Optimizer):
         nesterov: bool,
         dtype: torch.dtype,
     ) -> None:
-        """Groups: dicts with `params`, `weight_decay` and `orthogonal`, which the others lack."""
+        """Initialise from groups: dicts with `params`, `weight_decay` and `orthogonal`, false
+        for AdamW."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._momentum, self._nesterov = momentum, nesterov
-        self._orthogonalized = partial(orthogonalized, dtype=dtype)
+        self._orthogonalize = partial(orthogonalized, dtype=dtype)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -243,10 +252,10 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates the parameters that have gradients.
+        """Update the parameters that have gradients.
 
-        Collective over the ranks that shard them: two all-to-alls for all matrices, along each
-        axis of the mesh.
+        Collective over the ranks that shard them: two all-to-alls along each mesh axis, for all
+        matrices.
         """
         if closure is not None:
             raise TypeError("Muon takes no closure")
@@ -264,12 +273,13 @@ class Muon(Optimizer):
         return None
 
     def _matrix_updates(self, parameters: list[Tensor]) -> list[Tensor]:
-        """This rank's parts of the orthogonal updates, scaled to the length of AdamW's."""
+        """Return this rank's parts of the orthogonal updates, scaled to the length of AdamW's
+        updates."""
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
         means = [local(self._mean(parameter)) for parameter in parameters]
         torch._foreach_lerp_(means, gradients, 1 - self._momentum)
         updates = torch._foreach_lerp(gradients, means, self._momentum) if self._nesterov else means
-        whole = on_whole_matrices(parameters, updates, self._orthogonalized)
+        whole = on_whole_matrices(parameters, updates, self._orthogonalize)
         torch._foreach_mul_(whole, [0.2 * math.sqrt(max(p.shape)) for p in parameters])
         return whole
 
@@ -282,21 +292,24 @@ class Muon(Optimizer):
 
 
 def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Five steps of the quintic X -> a X + b (X X^T) X + c (X X^T)^2 X.
+    """Run five iterations of the quintic X -> a X + b (X X^T) X + c (X X^T)^2 X.
 
     Args:
-        matrix: shape [m, n]. All zeros stay so.
-        dtype: in which it is computed.
+        matrix: shape [m, n]. A zero matrix remains zero.
+        dtype: precision of the computation.
 
     Returns:
-        Shape [m, n], of the dtype of `matrix`; singular values of some 0.7 to 1.2, but for those
-        that were tiny beside the largest.
+        Shape [m, n], of the dtype of `matrix`. Singular values are about 0.7 to 1.2, except for
+            those that were tiny compared with the largest.
     """
     a, b, c = COEFFICIENTS
+    # The Gram matrix of the smaller dim is the cheaper one.
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x.to(dtype)
+    # The iteration only converges for singular values of at most about 1; the norm bounds the
+    # largest.
     x = x / x.norm().clamp(min=_EPS)
-    for _ in range(_STEPS):
+    for _ in range(_NUM_ITERATIONS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype)

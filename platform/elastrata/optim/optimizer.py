@@ -1,4 +1,4 @@
-"""Optimizers by name."""
+"""The choice among optimizers by name."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from elastrata.optim.lamb import LambConfig
 from elastrata.optim.muon import MuonConfig
 
 
-def _named(value: Any) -> Any:
+def _add_name(value: Any) -> Any:
     return {"name": "adamw", **value} if isinstance(value, dict) else value
 
 
 OptimizerConfig = Annotated[
-    AdamWConfig | LambConfig | MuonConfig, Field(discriminator="name"), BeforeValidator(_named)
+    AdamWConfig | LambConfig | MuonConfig,
+    Field(discriminator="name"),
+    BeforeValidator(_add_name),
 ]
-"""One of the optimizers; AdamW where there is no name."""
+"""One of the optimizers; AdamW without a name."""
 
 
 def build_optimizer(
     config: OptimizerKeys, model: nn.Module, blocks: Sequence[nn.Module]
 ) -> Optimizer:
-    """The optimizer over `model`'s parameters as they are now, sharded or not."""
+    """Build the optimizer over `model`'s parameters in their current sharding."""
     groups = config.groups(model, blocks)
     return config.build([group for group in groups if group.parameters])
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Sets the rate of every group."""
+    """Set the learning rate of every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -1,1 +1,1 @@
-"""How a model is divided over devices: meshes, FSDP, tensor parallelism, first weights."""
+"""How a model is divided over devices: meshes, FSDP, tensor parallelism, initialisation."""

@@ -1,5 +1,4 @@
-"""Activation checkpointing: what of a block is kept for its backward pass, and what is computed
-again there."""
+"""Activation checkpointing: which activations of a block are kept for its backward pass."""
 
 from __future__ import annotations
 
@@ -20,79 +19,81 @@ from torch.utils.checkpoint import (
 
 Recomputation = Literal["none", "selective", "full"]
 RECOMPUTED: Mapping[Recomputation, float] = {"none": 0.0, "selective": 0.5, "full": 1.0}
-"""The share of a block's forward pass, about, that its backward pass computes again."""
+"""Approximate share of a block's forward pass that its backward pass recomputes."""
 _Forward = Callable[..., Any]
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-_KEPT = frozenset(
+_KEPT_OPS = frozenset(
     {
-        # Attention: the one result whose cost grows with the length of the sample.
+        # Attention: the only result whose cost per token grows with the sample's length.
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
         "torch_attn::_varlen_attn",
         "elastrata::attention_by_runs",
-        # Sums over the ranks that compute a sample together: they would be sent again.
+        # Sums over ranks of tensor parallelism: recomputing them would repeat the messages.
         "_c10d_functional::all_reduce",
         "_c10d_functional::reduce_scatter_tensor",
     }
 )
-_MATMULS = frozenset({"aten::mm", "aten::addmm"})
+_MATMUL_OPS = frozenset({"aten::mm", "aten::addmm"})
 
 
 def way_at_first(policy: Recomputation | Literal["auto"]) -> Recomputation:
-    """The policy that blocks have until one is chosen."""
+    """Return the initial policy, used until `auto` chooses one."""
     return "none" if policy == "auto" else policy
 
 
 def recompute(block: nn.Module, way: Recomputation, *, compile: bool = False) -> None:
-    """Has a block compute again, in its backward pass, what it does not keep of its forward pass.
+    """Set which activations a block recomputes in its backward pass.
 
-    full: it keeps its input only (Chen et al. 2016, arXiv 1604.06174). selective: also the results
-    of attention and of every second matrix product; what lies between them, such as norms and
-    activations, costs memory and hardly any time. Recomputing attention alone, as Korthikanti et
-    al. 2022 (arXiv 2205.05198) do, would save little here: neither kernel keeps the scores, which
-    is what grows with the square of the length.
+    With full, the block keeps its input only (Chen et al. 2016, arXiv 1604.06174). With selective,
+    it also keeps the results of attention and of every second matrix product. The remaining
+    operators, such as norms and activations, cost memory and hardly any time.
 
-    May be called again, between steps, with another way."""
+    It may be called again with another policy, between steps.
+    """
     vars(block).pop("forward", None)
-    forward = _compiled(block.forward) if compile and way != "selective" else block.forward
+    forward = _compile(block.forward) if compile and way != "selective" else block.forward
     if way == "full":
-        # Inside: torch compiles nothing that a checkpoint calls but what is told to be compiled.
+        # Compile inside: torch does not compile functions that a checkpoint calls by itself.
         forward = partial(checkpoint, forward, use_reentrant=False)
+    # Recomputing attention alone (Korthikanti et al. 2022, arXiv 2205.05198) would save little: no
+    # kernel here keeps the scores, which grow with the square of the length.
     if way == "selective":
-        forward = _selectively(forward)
-        # Around it: what of a graph is kept must be known where the graph is made.
-        forward = _compiled(forward) if compile else forward
+        forward = _checkpoint_selectively(forward)
+        # Compile outside: the graph must include the choice of kept results.
+        forward = _compile(forward) if compile else forward
     if compile or way != "none":
         block.forward = forward
 
 
-def _compiled(forward: _Forward) -> _Forward:
-    # Dynamic shapes from the start: unpadded micro-batches are hardly ever of one length.
+def _compile(forward: _Forward) -> _Forward:
+    # Dynamic shapes from the start: unpadded micro-batches rarely have the same length.
     return torch.compile(forward, dynamic=True)
 
 
-def _selectively(forward: _Forward) -> _Forward:
+def _checkpoint_selectively(forward: _Forward) -> _Forward:
     def selective(*inputs: Any) -> Any:
-        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=_selective)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=_selective_contexts)
 
     return selective
 
 
-def _selective() -> _Contexts:
-    """For the forward pass of one block, and for its recomputation."""
+def _selective_contexts() -> _Contexts:
+    """Return the contexts of one block's forward pass and of its recomputation."""
+    # Forward pass and recomputation count their matrix products separately.
     matmuls = Counter[bool]()
 
     def policy(
         context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
         name = op.name()
-        if name in _MATMULS:
+        if name in _MATMUL_OPS:
             matmuls[context.is_recompute] += 1
         is_odd = matmuls[context.is_recompute] % 2 == 1
-        keep = name in _KEPT or (name in _MATMULS and is_odd)
+        keep = name in _KEPT_OPS or (name in _MATMUL_OPS and is_odd)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts: _Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

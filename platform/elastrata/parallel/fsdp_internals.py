@@ -1,6 +1,7 @@
-"""FSDP2's internals: what this project uses of them, without PyTorch's promise.
+"""Internals of FSDP2 that this project uses, without PyTorch's stability guarantee.
 
-Nothing else imports `torch.distributed.fsdp._fully_shard`; look here at a new version of PyTorch.
+No other module imports `torch.distributed.fsdp._fully_shard`. Check this one with every new version
+of PyTorch.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ __all__ = [
 
 
 def bucket_parameters(module: FSDPModule) -> Iterator[tuple[int, Tensor]]:
-    """For every tensor of a bucket, in the order in which FSDP2 reduces them: the numbers in this
-    rank's shard, padding included, and the shard."""
+    """Yield the padded size of this rank's shard, and the shard, of every tensor of a bucket.
+
+    The order is that of FSDP2's reduction.
+    """
     group: Any = module._get_fsdp_state()._fsdp_param_group
     for parameter in group.fsdp_params if group else ():
         yield parameter.padded_sharded_param_size.numel(), parameter.sharded_param

@@ -1,4 +1,4 @@
-"""The mesh of all ranks, the place of each in it, and the groups that its collectives need."""
+"""The mesh of all ranks, the place of each rank in it, and the groups that collectives need."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ def rank_mesh(
     tensor: int = 1,
     pipeline: int = 1,
 ) -> DeviceMesh:
-    """The mesh of all ranks: [shard], or [replicate, shard] for HSDP; [..., tensor] where matrices
-    are divided, so that neighbours share their samples; [pipeline, ...] where blocks are, so that
-    the ranks of a stage are neighbours.
+    """Build the mesh of all ranks.
 
-    Where `replicate` does not divide what is left of the world size, as it may be for a while after
-    a shrink, the model is sharded over all of it.
+    Its axes are [shard], or [replicate, shard] for HSDP. Tensor parallelism adds the last axis
+    `tensor`, so that neighbours share their samples. Pipeline parallelism adds the first axis
+    `pipeline`, so that the ranks of a stage are neighbours.
+
+    If `replicate` does not divide the remaining world size, as may be temporarily the case after a
+    shrink, the model is sharded over all remaining ranks.
 
     Raises:
         ValueError: `tensor` times `pipeline` does not divide the world size.
     """
-    dp_size = _data_ranks(world_size, tensor * pipeline)
+    dp_size = _num_data_ranks(world_size, tensor * pipeline)
     copies = dp_size if replicate == "all" else replicate
     axes = {"pipeline": pipeline} if pipeline > 1 else {}
     if copies > 1 and dp_size % copies == 0:
@@ -42,21 +44,22 @@ def rank_mesh(
         device_type,
         tuple(axes.values()),
         mesh_dim_names=tuple(axes),
-        backend_override=_of_axes(device_type, tuple(axes)),
+        backend_override=_axis_backends(device_type, tuple(axes)),
     )
 
 
-def _of_axes(device_type: str, axes: Sequence[str]) -> dict[int | str, Any] | None:
-    """The backends of the groups along the axes: on GPUs NCCL alone, as gloo would connect all
-    ranks of every group with one another. A pipeline's ranks tell each other shapes through gloo.
-    A single axis has the default group."""
+def _axis_backends(device_type: str, axes: Sequence[str]) -> dict[int | str, Any] | None:
+    """Return the backends of the groups along the axes, or None for the default ones."""
+    # A single axis uses the default group.
     if device_type != "cuda" or len(axes) == 1:
         return None
+    # NCCL only, as gloo would connect all ranks of every group with each other. The ranks of a
+    # pipeline need gloo to send each other shapes.
     return {axis: "nccl" for axis in axes if axis != "pipeline"}
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of the mesh whose ranks have different samples: all axes but `pipeline` and
+    """Return the part of the mesh whose ranks have different samples: without `pipeline` and
     `tensor`."""
     names = mesh.mesh_dim_names or ()
     data = tuple(name for name in names if name not in ("pipeline", "tensor"))
@@ -65,49 +68,55 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class DataRank:
-    """Ranks that compute the same samples together, by tensor or pipeline parallelism, are one data
-    rank."""
+    """A rank's place among the data ranks.
+
+    Ranks that compute the same samples together, by tensor or pipeline parallelism, form one data
+    rank.
+    """
 
     rank: int
     """Number of the data rank, 0 to `dp_size` - 1."""
     dp_size: int
-    """Among so many data ranks every global batch is dealt."""
+    """Number of data ranks, among which every global batch is dealt."""
     is_primary: bool
-    """Whether this is the first rank of its data rank. Sums over samples are added up over these
-    alone, so that they have every sample once."""
+    """Whether this is the first rank of its data rank. Sums over samples include primary ranks
+    only, so that every sample counts once."""
 
 
 ALONE = DataRank(0, 1, is_primary=True)
-"""The place of an only rank."""
+"""Place of the only rank."""
 
 
 def data_rank(rank: int, world_size: int, tensor: int, pipeline: int = 1) -> DataRank:
-    """The place of a rank in a mesh of `rank_mesh`: `tensor` neighbours share their samples, and so
-    do the ranks at the same place of each of `pipeline` equal parts of all ranks.
+    """Return a rank's place in the mesh of `rank_mesh`.
+
+    `tensor` neighbours share their samples, and so do the ranks at the same place in each of
+    `pipeline` equal parts of all ranks.
 
     Raises:
         ValueError: `tensor` times `pipeline` does not divide the world size.
     """
-    dp_size = _data_ranks(world_size, tensor * pipeline)
+    dp_size = _num_data_ranks(world_size, tensor * pipeline)
     group = rank // tensor
     return DataRank(group % dp_size, dp_size, is_primary=group < dp_size and rank % tensor == 0)
 
 
-def _data_ranks(world_size: int, group_size: int) -> int:
+def _num_data_ranks(world_size: int, group_size: int) -> int:
     if world_size % group_size:
         raise ValueError(f"{world_size} ranks in groups of {group_size}")
     return world_size // group_size
 
 
 def backends(device_type: str) -> str:
-    """What the collectives of a group of any size go through, as PyTorch names it: on GPUs NCCL,
-    and beside it gloo for tensors in main memory, which savers and decisions reduce."""
+    """Return PyTorch's name for the backends of a group."""
+    # Gloo in addition to NCCL, for the tensors in main memory that checkpoints and decisions
+    # reduce.
     return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
 
 
 @contextmanager
 def lone_group(device: torch.device) -> Iterator[None]:
-    """Runs its block in a group of one rank."""
+    """Run the block in a process group of one rank."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backends(device.type), store=store, rank=0, world_size=1)
     try:

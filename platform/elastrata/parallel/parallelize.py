@@ -1,4 +1,4 @@
-"""Parallelism, applied to a plain model from outside, in one function whose order is its text."""
+"""Parallelism, applied to a plain model by one function, in the order of its text."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ from elastrata.parallel.reduction import (
 Workers = Annotated[int, Field(gt=0, le=100_000)]
 Precision = Literal["fp32", "bf16"]
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""The type in which parameters are applied."""
+"""Types in which parameters are applied."""
 GradientSync = Literal["step", "micro_batch"]
 """When gradients are summed over ranks: once a step, or after every micro-batch."""
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 Division = Callable[[nn.Module, DeviceMesh, bool], None]
-"""Divides a plain model over a mesh of one axis; with true, its tokens as well: a workload's
-`TensorParallel.tensor_parallel`."""
+"""Divides a plain model over a mesh of one axis, and its tokens if the flag is true: a
+workload's `TensorParallel.tensor_parallel`."""
 _KEEPS_PARAMETERS = "_keeps_parameters"
-"""On a model that `parallelize` returned: gathered once a step, not for every micro-batch."""
-_IN_ORDER = "_in_order"
-"""On such a model: those of its reductions that add up in the order of virtual ranks."""
+"""Attribute of a model from `parallelize`: parameters are gathered once a step instead of for
+every micro-batch."""
+_ORDERED_REDUCTIONS = "_in_order"
+"""Attribute of such a model: its reductions that add up in the order of virtual ranks."""
 
 
 class ParallelConfig(Config):
@@ -104,22 +105,22 @@ class ParallelConfig(Config):
 
     @property
     def group_size(self) -> int:
-        """So many workers compute every sample together."""
+        """Number of workers that compute every sample together."""
         return self.tensor * self.pipeline
 
     @property
     def num_stages(self) -> int:
-        """Stages that the blocks are cut into."""
+        """Number of stages that the blocks are divided into."""
         return self.pipeline * self.virtual_stages
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Every worker has a multiple of so many micro-batches in a step."""
+        """Divisor of every worker's number of micro-batches in a step."""
         return self.micro_batches or self.pipeline
 
 
 def sync_at_first(policy: GradientSync | Literal["auto"]) -> GradientSync:
-    """When gradients are summed until that is chosen."""
+    """Return the initial value of `gradient_sync`, used until `auto` chooses one."""
     return "step" if policy == "auto" else policy
 
 
@@ -134,24 +135,25 @@ def parallelize(
     parallel: ParallelConfig,
     tensor_parallel: Division | None = None,
 ) -> nn.Module:
-    """Tensor parallelism, then checkpointing and compilation, then FSDP2 on every block and on what
-    is left, over the data axes.
+    """Apply tensor parallelism, activation checkpointing, compilation and FSDP2 to a model, in this
+    order.
 
-    Gradients are *summed* over ranks, never averaged: the step has divided by the weight of the
-    global batch already. With virtual ranks they are summed in the order of these.
+    FSDP2 shards every block, and the rest of the model, over the data axes. Gradients are *summed*
+    over ranks, never averaged: the step has already divided by the weight of the global batch. With
+    virtual ranks they are summed in the order of these.
 
     Args:
-        model: plain; on the meta device, or with the same weights on every rank.
+        model: a plain model, on the meta device or with the same weights on every rank.
         blocks: its repeated blocks.
         mesh: as `rank_mesh` returned it.
-        precision: what parameters are applied in.
-        activation_checkpointing: what blocks compute again in the backward pass.
-        compile: whether blocks are compiled.
-        parallel: the recipe's.
-        tensor_parallel: the workload's; needed where the mesh has an axis for it.
+        precision: type in which parameters are applied.
+        activation_checkpointing: activations that blocks recompute in the backward pass.
+        compile: whether to compile blocks.
+        parallel: the recipe's section.
+        tensor_parallel: the workload's function; required if the mesh has an axis `tensor`.
 
     Raises:
-        ValueError: it is missing.
+        ValueError: `tensor_parallel` is missing.
     """
     if "tensor" in (mesh.mesh_dim_names or ()):
         if tensor_parallel is None:
@@ -166,29 +168,32 @@ def parallelize(
 def _shard(
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    data: DeviceMesh,
+    data_mesh: DeviceMesh,
     precision: Precision,
     parallel: ParallelConfig,
 ) -> None:
-    """FSDP2 over the data axes, with our own collectives where the recipe asks for them."""
+    """Apply FSDP2 over the data axes, with this project's collectives if the recipe needs them."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
     )
-    overlap = parallel.overlap_on_cpu and data.device_type == "cpu"
-    exchange = _exchange(data, parallel)
-    reduction = _reduction(data, parallel.reduce_dtype, overlap, exchange)
-    shards = data["shard"] if reduction else data  # ours sums over copies itself
-    reshard = None if parallel.reshard_after_forward else False  # None: as FSDP2 sees fit
+    overlap = parallel.overlap_on_cpu and data_mesh.device_type == "cpu"
+    exchange = _build_exchange(data_mesh, parallel)
+    reduction = _build_reduction(data_mesh, parallel.reduce_dtype, overlap, exchange)
+    # A `Reduction` sums over copies itself.
+    shards = data_mesh["shard"] if reduction else data_mesh  # ours sums over copies itself
+    # None is FSDP2's default: it reshards all modules but the outermost.
+    reshard = None if parallel.reshard_after_forward else False
     for module in (*blocks, model):
         fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
     setattr(model, _KEEPS_PARAMETERS, not parallel.reshard_after_forward)
     in_order: list[DeterministicReduceScatter] = []
-    setattr(model, _IN_ORDER, in_order)
+    setattr(model, _ORDERED_REDUCTIONS, in_order)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            # FSDP2 would otherwise average.
             module.set_force_sum_reduction_for_comms(True)
-            if parallel.virtual_ranks and data.size() > 1:
+            if parallel.virtual_ranks and data_mesh.size() > 1:
                 in_order.append(DeterministicReduceScatter(exchange))
                 module.set_custom_reduce_scatter(in_order[-1])
             elif reduction:
@@ -196,12 +201,15 @@ def _shard(
             if overlap:
                 module.set_custom_all_gather(BackgroundAllGather())
     if parallel.prefetch or overlap:
-        _prefetch(model, blocks, parallel.prefetch or 1)
+        _set_prefetch(model, blocks, parallel.prefetch or 1)
 
 
-def _exchange(mesh: DeviceMesh, parallel: ParallelConfig) -> Exchange | None:
-    """Between the ranks that share a copy, as gradients in bf16 and those of virtual ranks need it;
-    None: gloo's, which has connections between all ranks anyway. Collective."""
+def _build_exchange(mesh: DeviceMesh, parallel: ParallelConfig) -> Exchange | None:
+    """Return the exchange among the ranks that share a copy of the model. Collective.
+
+    Gradients in bf16 and those of virtual ranks need it. None: use the default group's connections,
+    as gloo connects all ranks anyway.
+    """
     if mesh.device_type != "cuda":
         return None
     if parallel.reduce_dtype == "fp32" and not parallel.virtual_ranks:
@@ -210,19 +218,20 @@ def _exchange(mesh: DeviceMesh, parallel: ParallelConfig) -> Exchange | None:
     return exchange_over(group, nodes_of_all(), "nccl")
 
 
-def _reduction(
+def _build_reduction(
     mesh: DeviceMesh, dtype: Precision, overlap: bool, exchange: Exchange | None
 ) -> Reduction | None:
-    """None where FSDP2's own will do."""
+    """Return the reduction to use, or None if FSDP2's own is sufficient."""
     if dtype == "fp32" and not overlap:
         return None
-    then = DuringBackward() if overlap else at_once
+    on_completion = DuringBackward() if overlap else at_once
     copies = mesh.get_group("replicate") if mesh.ndim > 1 else None
-    return Reduction(DTYPES[dtype], then, copies, exchange)
+    return Reduction(DTYPES[dtype], on_completion, copies, exchange)
 
 
-def _prefetch(model: nn.Module, blocks: Sequence[nn.Module], ahead: int) -> None:
-    """Both passes begin with what is left of the model beside its blocks."""
+def _set_prefetch(model: nn.Module, blocks: Sequence[nn.Module], ahead: int) -> None:
+    """Set which modules gather their parameters in advance."""
+    # Both passes begin with the parameters outside of blocks.
     forward: list[FSDPModule] = [m for m in (model, *blocks) if isinstance(m, FSDPModule)]
     backward = [forward[0], *reversed(forward[1:])]
     for number in range(len(forward)):
@@ -232,30 +241,29 @@ def _prefetch(model: nn.Module, blocks: Sequence[nn.Module], ahead: int) -> None
 
 
 def begin_rounds(model: nn.Module, rounds: int) -> None:
-    """The next step reduces gradients so many times.
+    """Set the number of gradient reductions in the next step.
 
     Args:
         model: as `parallelize` returned it.
-        rounds: of virtual ranks.
+        rounds: number of rounds of virtual ranks.
     """
-    for reduce_scatter in getattr(model, _IN_ORDER, ()):
+    for reduce_scatter in getattr(model, _ORDERED_REDUCTIONS, ()):
         reduce_scatter.begin(rounds)
 
 
 def synchronize_gradients(model: nn.Module, wanted: bool, *, is_last: bool | None = None) -> None:
-    """Whether the next backward pass reduces gradients over ranks or adds them up locally.
-
-    A model that keeps its parameters does so until the last one.
+    """Set whether the next backward pass reduces gradients over ranks or accumulates them locally.
 
     Args:
         model: as `parallelize` returned it.
-        wanted: whether it reduces them, and adds the sums up.
-        is_last: whether it is the last one whose gradients are added up; until then the sums are
-            those over a copy of the model, where there are several. Default: where it reduces.
+        wanted: whether to reduce them and accumulate the sums.
+        is_last: whether it is the last backward pass of the accumulation. Before it, sums are those
+            over the ranks of one copy of the model. Default: `wanted`.
     """
     is_last = wanted if is_last is None else is_last
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
         model.set_requires_all_reduce(wanted and is_last)
         if getattr(model, _KEEPS_PARAMETERS, False):
+            # A model that keeps its parameters does so until the last backward pass.
             model.set_reshard_after_backward(is_last)

@@ -1,12 +1,12 @@
-"""The sum of gradients over ranks: in which numbers it travels, when it is waited for, and in which
-order it is added up.
+"""The sum of gradients over ranks: its precision, its overlap with the backward pass, and its
+order.
 
-FSDP2's own sums travel in fp32, and on a CPU the backward pass waits for each of them. Whatever
-travels, gradients are kept and added up over micro-batches in fp32.
+FSDP2's own sums travel in fp32, and on a CPU the backward pass waits for each of them. Gradients
+are always kept and accumulated over micro-batches in fp32.
 
-At once, every rank has a connection to every other one: at a thousand ranks too many for NCCL's
-memory and for a network. In two hops it has one to each of its node, and to one rank of each other
-node; what travels between nodes is as much, what travels inside of them twice as much.
+In a direct exchange every rank has a connection to every other rank: at a thousand ranks too many
+for NCCL's memory and for a network. In two hops, a rank has one to each rank of its node, and to
+one rank of each other node. Traffic between nodes is the same, and traffic inside of nodes doubles.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing_extensions import override
 from elastrata.parallel.fsdp_internals import DefaultAllGather, DefaultReduceScatter, ReduceScatter
 
 Exchange = Callable[[Tensor, Tensor], dist.Work]
-"""Puts part r of the second tensor, shape [num_ranks * part], into rank r's first one, as the part
-of this rank. Collective."""
+"""Collective that puts part r of the second tensor, shape [num_ranks * part], into the first
+tensor of rank r, as the part from this rank."""
 
 
 def exchange_at_once(group: dist.ProcessGroup) -> Exchange:
-    """Every rank to every other one."""
+    """Return the direct exchange: every rank sends to every other rank."""
 
     def exchange(received: Tensor, sent: Tensor) -> dist.Work:
         work: dist.Work = dist.all_to_all_single(received, sent, group=group, async_op=True)
@@ -41,12 +41,14 @@ def exchange_at_once(group: dist.ProcessGroup) -> Exchange:
 
 
 class TwoHops:
-    """To the rank of this node that has the receiver's place in its own, and from there to the
-    receiver's node. The result is that of `exchange_at_once`, to the bit.
+    """Exchange in two hops, with the result of `exchange_at_once` to the bit.
+
+    A part first goes to the rank of this node that has the receiver's local rank, and from there to
+    the receiver's node.
 
     Args:
-        neighbours: the ranks of the group on this node, in order.
-        counterparts: those at the same place of every node, in order.
+        neighbours: ranks of the group on this node, in order.
+        counterparts: ranks with the same local rank on every node, in order.
     """
 
     def __init__(self, neighbours: dist.ProcessGroup, counterparts: dist.ProcessGroup) -> None:
@@ -67,13 +69,15 @@ class TwoHops:
 
 
 def exchange_over(group: dist.ProcessGroup, nodes: Sequence[object], backend: str) -> Exchange:
-    """In two hops, where the group is on several nodes, with several ranks, equally many, on each;
-    else at once. Collective over the group.
+    """Build the exchange over a group. Collective over the group.
+
+    It takes two hops if the group spans several nodes with the same number of ranks, more than one,
+    on each; otherwise it is direct.
 
     Args:
         group: the ranks.
-        nodes: the node of every rank of the default group.
-        backend: of the groups that are made for it.
+        nodes: node of every rank of the default group.
+        backend: backend of the new groups.
     """
     ranks = dist.get_process_group_ranks(group)
     sizes = node_sizes([nodes[rank] for rank in ranks])
@@ -82,49 +86,50 @@ def exchange_over(group: dist.ProcessGroup, nodes: Sequence[object], backend: st
     node, place = divmod(ranks.index(dist.get_rank()), sizes[0])
     neighbours = ranks[node * sizes[0] : (node + 1) * sizes[0]]
     counterparts = ranks[place :: sizes[0]]
-    return TwoHops(_subgroup(neighbours, backend), _subgroup(counterparts, backend))
+    return TwoHops(_new_subgroup(neighbours, backend), _new_subgroup(counterparts, backend))
 
 
 def node_sizes(nodes: Sequence[object]) -> list[int]:
-    """Ranks on each node, in order; a node that ranks of others lie between counts each time."""
+    """Return the lengths of the runs of ranks on the same node, in order."""
     return [len(list(run)) for _, run in groupby(nodes)]
 
 
 def nodes_of_all() -> list[object]:
-    """The node of every rank of the default group. Collective."""
+    """Return the node of every rank of the default group. Collective."""
     names: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(names, socket.gethostname())
     return names
 
 
-def _subgroup(ranks: list[int], backend: str) -> dist.ProcessGroup:
-    """Only its members make it: others have none of their own to make at the same place."""
-    made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-    return made
+def _new_subgroup(ranks: list[int], backend: str) -> dist.ProcessGroup:
+    """Create a process group. Collective over its members only."""
+    # Other ranks need not create a group in the same place, hence the local synchronisation.
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, backend=backend, use_local_synchronization=True
+    )
+    return group
 
 
 Then = Callable[[dist.Work, Callable[[], object]], None]
-"""Sees to it that something is done once a collective has ended."""
+"""Runs a function once a collective has finished."""
 
 
 def at_once(work: dist.Work, then: Callable[[], object]) -> None:
-    """Waits here; on a GPU only its stream does."""
+    """Wait for the collective, then run the function. On a GPU only the stream waits."""
     work.wait()
     then()
 
 
 class DuringBackward:
-    """Waits where the backward pass ends, which goes on meanwhile.
+    """Delays the wait for collectives to the end of the backward pass."""
 
-    For one reduction per step: FSDP2 would add the sums, which are not there yet, to those of an
-    earlier one.
-    """
-
+    # Only for one reduction per step: with several, FSDP2 would accumulate a sum that is not there
+    # yet.
     def __init__(self) -> None:
         self._started: list[tuple[dist.Work, Callable[[], object]]] = []
 
     def __call__(self, work: dist.Work, then: Callable[[], object]) -> None:
-        """Does it where the backward pass ends."""
+        """Schedule the function for the end of the backward pass."""
         if not self._started:
             Variable._execution_engine.queue_callback(self._finish)
         self._started.append((work, then))
@@ -136,16 +141,16 @@ class DuringBackward:
 
 
 class Reduction(DefaultReduceScatter):
-    """Sums buckets of gradients over ranks; for all buckets of a model.
+    """Sums the gradient buckets of a model over ranks.
 
     Args:
-        dtype: in which gradients travel. Over the ranks that share a copy of the model each part
-            is rounded to it once, and the parts are added in fp32, in the order of the ranks. Over
-            the copies every sum of two is rounded.
-        then: `at_once`, or a `DuringBackward`: buckets then hold their sums no sooner than the
-            backward pass has ended.
-        copies: the ranks that have the same shard of other copies of the model, and this one.
-        exchange: between the ranks that share a copy; None: at once.
+        dtype: type in which gradients travel. Over the ranks that share a copy of the model, each
+            part is rounded to it once, and the parts are added in fp32 in the order of the ranks.
+            Over the copies, every sum of two is rounded.
+        then: `at_once`, or a `DuringBackward`, with which buckets have their sums only after the
+            backward pass.
+        copies: ranks with the same shard in all copies of the model, this one included.
+        exchange: among the ranks that share a copy; None: direct.
     """
 
     def __init__(
@@ -161,7 +166,7 @@ class Reduction(DefaultReduceScatter):
         self._exchange = exchange
 
     def attach(self, module: FSDPModule) -> None:
-        """Sums this bucket's gradient; FSDP2 must know only the ranks that share a copy."""
+        """Reduce this bucket's gradient. FSDP2 must only know the ranks that share a copy."""
         module.set_custom_reduce_scatter(self)
         if self._copies:
             module.set_all_reduce_hook(self._over_copies)
@@ -175,21 +180,22 @@ class Reduction(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Over the ranks that share a copy of the model. Collective.
+        """Sum over the ranks that share a copy of the model. Collective.
 
         Args:
             output_tensor: shape [shard], fp32; this rank's shard of the sum.
             input_tensor: shape [num_ranks * shard], fp32; this rank's gradient, shard after shard.
             group: the ranks.
-            op: must be a sum; FSDP is told so elsewhere.
+            op: must be a sum, which `set_force_sum_reduction_for_comms` ensures.
             async_op: must be false.
         """
         assert op == dist.ReduceOp.SUM
         assert not async_op
-        then = at_once if self._copies else self._then  # the sum over copies is of this one
+        # The sum over copies needs this one as its input.
+        then = at_once if self._copies else self._then
         if self._dtype == input_tensor.dtype:
             work = super().__call__(output_tensor, input_tensor, group, op, async_op=True)
-            then(work, lambda: input_tensor)  # kept until then
+            then(work, lambda: input_tensor)  # keeps the tensor alive until then
             return None
         sent = input_tensor.to(self._dtype)
         received = torch.empty_like(sent)
@@ -199,23 +205,22 @@ class Reduction(DefaultReduceScatter):
         return None
 
     def _over_copies(self, gradient: Tensor) -> None:
-        """Over `copies`, in place. Collective."""
+        """Sum over `copies` in place. Collective."""
         sent = gradient.to(self._dtype)
         work = dist.all_reduce(sent, group=self._copies, async_op=True)
         self._then(work, lambda: gradient.copy_(sent))
 
 
 class DeterministicReduceScatter(ReduceScatter):
-    """Adds up the gradients of virtual ranks 0, 1, 2, ... from left to right, over all rounds of a
-    step; one for each of FSDP's buckets.
+    """Adds up the gradients of virtual ranks 0, 1, 2, ... from left to right; one for each FSDP
+    bucket.
 
-    In every round each rank brings the gradient of the virtual rank that it plays, in the order of
-    the ranks, or zeros. Every rank gets its shard of all of them and adds them to what it has, in
-    order: the very additions, in the very order, of a single rank that plays all virtual ranks one
-    after the other. FSDP adds up what it is given in the rounds of a step, so it is given zeros in
-    all but the last.
+    In every round of a step, each rank contributes the gradient of the virtual rank that it plays,
+    in the order of the ranks, or zeros. Every rank receives its shard of all of them and adds them
+    to its sum in order. These are the additions, in the same order, of a single rank that plays all
+    virtual ranks one after the other.
 
-    The ranks exchange as much as in a ring's reduce-scatter; it takes memory for two more shards.
+    The traffic is that of a ring reduce-scatter. It needs memory for two more shards.
     """
 
     def __init__(self, exchange: Exchange | None = None) -> None:
@@ -225,7 +230,7 @@ class DeterministicReduceScatter(ReduceScatter):
         self._sum: Tensor | None = None
 
     def begin(self, rounds: int) -> None:
-        """The next step has so many rounds."""
+        """Set the number of rounds of the next step."""
         assert self._round == 0, "the step before it has rounds left"
         self._rounds = rounds
 
@@ -242,7 +247,7 @@ class DeterministicReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Collective."""
+        """Add the shards of this round. Collective."""
         assert op == dist.ReduceOp.SUM
         assert not async_op
         received = torch.empty_like(input_tensor)
@@ -251,6 +256,7 @@ class DeterministicReduceScatter(ReduceScatter):
             self._sum = shard.clone() if self._sum is None else self._sum.add_(shard)
         self._round = (self._round + 1) % self._rounds
         if self._round or self._sum is None:
+            # FSDP2 accumulates the outputs of all rounds, so only the last one may return the sum.
             output_tensor.zero_()
         else:
             output_tensor.copy_(self._sum)
@@ -259,7 +265,7 @@ class DeterministicReduceScatter(ReduceScatter):
 
 
 class BackgroundAllGather(DefaultAllGather):
-    """Gathers parameters while the computation goes on; FSDP2 waits where it needs them."""
+    """Gathers parameters in the background; FSDP2 waits when it needs them."""
 
     @override
     def __call__(
@@ -269,5 +275,5 @@ class BackgroundAllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Collective."""
+        """Start the gathering. Collective."""
         return super().__call__(output_tensor, input_tensor, group, async_op=True)

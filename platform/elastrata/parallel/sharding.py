@@ -15,47 +15,52 @@ from elastrata.parallel.fsdp_internals import StridedShard
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis of a mesh, as this rank sees it, with how it divides a tensor. Of two tensors it is
-    the same axis, whichever of their dims it divides."""
+    """One axis of a mesh from this rank's view, and the dim of a tensor that it divides.
+
+    Axes are equal for different tensors, regardless of the dim.
+    """
 
     mesh: DeviceMesh
     number: int
-    """Its number in the mesh."""
+    """Index of the axis in the mesh."""
     dim: int = field(compare=False)
-    """The dim of the tensor that is divided, after the axes further in have divided it."""
+    """Divided dim of the tensor, after the inner axes have divided it."""
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks along the axis, this one among them."""
+        """Ranks along the axis, this one included."""
         return self.mesh.get_group(self.number)
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of ranks along the axis."""
         return self.mesh.size(self.number)
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index along the axis."""
         return self.mesh.get_local_rank(self.number)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard, maybe empty, on the same memory; a plain tensor is its own."""
+    """Return this rank's shard, maybe empty, with shared memory; a plain tensor is its own
+    shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def resharded(tensor: Tensor, shard: Tensor) -> Tensor:
-    """Other values, sharded as `tensor` is; on whatever device they are."""
+    """Return a tensor with the local values `shard` and the sharding of `tensor`, on any device."""
     if not isinstance(tensor, DTensor):
         return shard
-    # `DTensor.from_local` would copy them to the device of the mesh.
+    # `DTensor.from_local` would copy the values to the device of the mesh.
     return DTensor(shard, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def sharding_axes(tensor: Tensor) -> tuple[MeshAxis, ...]:
-    """The axes of its mesh that divide `tensor` over more than one rank, in the mesh's order. Axes
-    that replicate it, as HSDP's first, are none of them."""
+    """Return the mesh axes that divide `tensor` over more than one rank, in the mesh's order.
+
+    Axes that replicate it, such as the first one of HSDP, are not included.
+    """
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
@@ -67,31 +72,34 @@ def sharding_axes(tensor: Tensor) -> tuple[MeshAxis, ...]:
 
 
 def axes_as_divided(tensor: Tensor) -> list[MeshAxis]:
-    """The axes in the order in which they divided the tensor: along the mesh, but FSDP2 divides
-    what tensor parallelism left, and says so by a placement of its own (`_StridedShard`)."""
+    """Return the axes in the order in which they divided the tensor."""
     if not isinstance(tensor, DTensor):
         return []
     axes, placements = sharding_axes(tensor), tensor.placements
+    # The order of the mesh, except that FSDP2 divides the shards of tensor parallelism, which it
+    # marks with the placement `_StridedShard`.
     plain = [axis for axis in axes if type(placements[axis.number]) is Shard]
     return [*plain, *(axis for axis in reversed(axes) if axis not in plain)]
 
 
 def own_part(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard, maybe empty, of a tensor that every rank has: a view.
+    """Return this rank's shard, maybe empty, of a tensor that every rank has, as a view.
 
     Args:
-        whole: of the shape of `like`.
-        like: says how it is divided; its values do not matter.
+        whole: tensor of the shape of `like`.
+        like: tensor with the sharding; its values are not used.
     """
     part = whole
     for axis in axes_as_divided(like):
-        parts = torch.chunk(part, axis.size, dim=axis.dim)  # the last ones may be missing
+        parts = torch.chunk(part, axis.size, dim=axis.dim)  # may return fewer parts
         part = parts[axis.rank] if axis.rank < len(parts) else part.narrow(axis.dim, 0, 0)
     return part
 
 
 def own_box(like: Tensor) -> tuple[slice, ...]:
-    """The place of this rank's shard, maybe empty, in the whole tensor: a range in each dim."""
+    """Return the place of this rank's shard, maybe empty, in the whole tensor: a range for each
+    dim."""
+    # Views of meta tensors have the offset of the shard, without memory.
     part = own_part(torch.empty(like.shape, device="meta"), like)
     starts, offset = [], part.storage_offset()
     for stride in torch.empty(like.shape, device="meta").stride():

@@ -1,1 +1,1 @@
-"""A model cut into the stages of a pipeline, and how micro-batches pass through them."""
+"""A model divided into the stages of a pipeline, and the passes of micro-batches through them."""

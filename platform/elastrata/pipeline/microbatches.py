@@ -1,8 +1,7 @@
-"""Micro-batches through the stages of a pipeline, by the schedules of torch.distributed.pipelining.
+"""Passes of micro-batches through the stages of a pipeline, by torch.distributed.pipelining.
 
-All ranks of a pipeline have the micro-batches, so that hidden states and their gradients are all
-that travels from stage to stage. All micro-batches of a step are filled up to one length: torch
-receives into memory of one shape.
+All ranks of a pipeline have the micro-batches, so only hidden states and their gradients are sent
+from stage to stage.
 """
 
 from __future__ import annotations
@@ -37,57 +36,69 @@ from elastrata.workload.batch import Batch
 from elastrata.workload.workload import Loss, Metric, PipelineParallel
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward; backward whole, or in two parts: gradients of the inputs, then of the weights."""
+"""Forward; whole backward; backward in two parts: gradients of the inputs (I), then of the
+weights (W)."""
 Action = tuple[int, Kind, int]
-"""Stage, kind, micro-batch."""
-_PARTS: Mapping[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
-_CALLED: Mapping[Kind, Kind] = {"B": "I"}
-"""The stage before waits for the gradient of the inputs alone."""
+"""Stage, kind and micro-batch."""
+_RELATIVE_COSTS: Mapping[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
+_COMPLETED_AS: Mapping[Kind, Kind] = {"B": "I"}
+"""A whole backward pass counts as I, because the previous stage only waits for the gradient of
+the inputs."""
 
 
 def bubble(
     order: Mapping[int, Sequence[Action]], costs: Sequence[float], *, recomputed: float
 ) -> float:
-    """1 - (seconds all ranks compute) / (ranks * seconds until the last one has finished).
+    """Return 1 - (compute seconds of all ranks) / (ranks * seconds until the last one has
+    finished).
 
-    A rank does one thing after the other, each as soon as what it needs is there. A forward pass
-    takes the cost of its stage, either part of a backward pass as much again, besides what is
-    recomputed in it. Messages take no time. Stages of equal costs c make it
-    (p - 1) / (m + p - 1) with GPipe and 1F1B on p ranks with m micro-batches, and
-    (p - 1) / (v m + p - 1) interleaved with v stages on a rank (Narayanan et al. 2021,
-    arXiv 2104.04473, section 2.2, over the whole step).
+    A rank executes its actions in order, each as soon as its inputs are available. A forward pass
+    takes the cost of its stage. Each part of a backward pass takes the same, and B and I also take
+    the recomputation. Messages take no time. With stages of equal cost, p ranks and m
+    micro-batches, the result is (p - 1) / (m + p - 1) for GPipe and 1F1B, and (p - 1) / (v m + p - 1) for
+    interleaving with v stages on a rank (Narayanan et al. 2021, arXiv 2104.04473, section 2.2, over
+    the whole step).
+
+    Args:
+        order: actions of every rank.
+        costs: cost of a forward pass by stage.
+        recomputed: share of the forward pass that the backward pass recomputes.
 
     Raises:
-        ValueError: no rank can go on, as each waits for what never comes.
+        ValueError: the schedule deadlocks.
     """
-    left = {rank: list(actions) for rank, actions in order.items()}
-    free = dict.fromkeys(order, 0.0)
-    ended: dict[Action, float] = {}
-    busy = 0.0
-    while any(left.values()):
-        waiting = [rank for rank, actions in left.items() if actions]
-        ready = [r for r in waiting if _needed(left[r][0], len(costs)) <= ended.keys()]
+    remaining = {rank: list(actions) for rank, actions in order.items()}
+    seconds_of_rank = dict.fromkeys(order, 0.0)
+    end_of_action: dict[Action, float] = {}
+    compute_seconds = 0.0
+    while any(remaining.values()):
+        waiting = [rank for rank, actions in remaining.items() if actions]
+        ready = [
+            r for r in waiting if _dependencies(remaining[r][0], len(costs)) <= end_of_action.keys()
+        ]
         if not ready:
             raise ValueError("a schedule in which every rank waits")
         for rank in ready:
-            stage, kind, batch = action = left[rank].pop(0)
-            seconds = costs[stage] * (_PARTS[kind] + (recomputed if kind in "BI" else 0.0))
-            needed = (ended[other] for other in _needed(action, len(costs)))
-            free[rank] = max(free[rank], *needed, 0.0) + seconds
-            ended[stage, _CALLED.get(kind, kind), batch] = free[rank]
-            busy += seconds
-    return 1 - busy / (len(order) * max(free.values()))
+            stage, kind, batch = action = remaining[rank].pop(0)
+            seconds = costs[stage] * (_RELATIVE_COSTS[kind] + (recomputed if kind in "BI" else 0.0))
+            ended_dependencies = (
+                end_of_action[other] for other in _dependencies(action, len(costs))
+            )
+            seconds_of_rank[rank] = max(seconds_of_rank[rank], *ended_dependencies, 0.0) + seconds
+            end_of_action[stage, _COMPLETED_AS.get(kind, kind), batch] = seconds_of_rank[rank]
+            compute_seconds += seconds
+    return 1 - compute_seconds / (len(order) * max(seconds_of_rank.values()))
 
 
 def one_stage_order(
     num_ranks: int, num_micro_batches: int, *, interleaves: bool
 ) -> dict[int, list[Action]]:
-    """The order of ranks with one stage each: GPipe, or 1F1B, in which rank r has at most
-    `num_ranks` - r micro-batches under way.
+    """Return the order of actions on ranks with one stage each, for GPipe or 1F1B (`interleaves`).
 
-    torch's own plan of 1F1B (`Schedule1F1B.pipeline_order` of torch 2.13) counts the micro-batches
-    of its last rank from 1.
+    With 1F1B, rank r has at most `num_ranks` - r micro-batches in progress.
     """
+    # torch's own plan (`Schedule1F1B.pipeline_order` of torch 2.13) numbers the micro-batches of
+    # its last rank from 1, so it is not used.
     order: dict[int, list[Action]] = {}
     for rank in range(num_ranks):
         most = num_ranks - rank if interleaves else num_micro_batches
@@ -101,7 +112,8 @@ def one_stage_order(
 
 
 def computations(order: Mapping[int, Sequence[Any]]) -> dict[int, list[Action]]:
-    """What every rank computes in torch's plan (`pipeline_order`), without messages and waits."""
+    """Return the computations of every rank in torch's plan (`pipeline_order`), without
+    messages."""
     return {
         rank: [
             (action.stage_index, action.computation_type.value, action.microbatch_index)
@@ -112,53 +124,52 @@ def computations(order: Mapping[int, Sequence[Any]]) -> dict[int, list[Action]]:
     }
 
 
-def _needed(action: Action, num_stages: int) -> set[Action]:
-    """The actions that must have ended before."""
+def _dependencies(action: Action, num_stages: int) -> set[Action]:
+    """Return the actions that must end before `action`."""
     stage, kind, batch = action
     if kind == "F":
         return {(stage - 1, "F", batch)} if stage else set()
     if kind == "W":
         return {(stage, "I", batch)}
-    later: set[Action] = {(stage + 1, "I", batch)} if stage + 1 < num_stages else set()
-    return {(stage, "F", batch), *later}
+    next_stage: set[Action] = {(stage + 1, "I", batch)} if stage + 1 < num_stages else set()
+    return {(stage, "F", batch), *next_stage}
 
 
 class Agreement:
-    """That all stages know the shapes they will receive, asked once for all schedules.
-
-    torch asks for every new one, that is for every new length of micro-batches, stage after stage,
-    and has the host wait twice for the device: to ask, and to read the answer. The first time is
-    not spared: it also connects neighbouring ranks.
-    """
+    """Lets all schedules share one agreement between stages about the shapes that they receive."""
 
     def __init__(self) -> None:
+        # torch agrees again in every new schedule, that is for every new length of micro-batches,
+        # stage after stage, and the host waits for the device twice. The first agreement is still
+        # necessary, as it also connects neighbouring ranks.
         self._mode: Any = None
 
     def spares(self, schedule: Any) -> None:
-        """Has a new schedule take over what an earlier one has agreed on."""
+        """Make a new schedule reuse an earlier agreement."""
         if self._mode is not None:
-            schedule._warmup_p2p = self._taken_over
+            schedule._warmup_p2p = self._reuse_mode
 
     def holds(self, stages: Sequence[PipelineStage]) -> None:
-        """These stages have agreed; in versions of torch that ask for nothing, on nothing."""
+        """Record that these stages have agreed."""
+        # Versions of torch without this attribute need no agreement.
         self._mode = getattr(stages[0], "_inference_mode", None)
 
-    def _taken_over(self, stages: Sequence[Any], *_: Any) -> None:
+    def _reuse_mode(self, stages: Sequence[Any], *_: Any) -> None:
         for stage in stages:
             stage._inference_mode = self._mode
 
 
 @dataclass(frozen=True)
 class LossNames:
-    """The names in a loss, the same in every step."""
+    """Names of the terms and metrics of a loss, equal in every step."""
 
     terms: tuple[str, ...]
     metrics: tuple[tuple[str, str], ...]
-    """Each with the loss term by whose weight it is divided."""
+    """Pairs of a metric's name and the loss term by whose weight it is divided."""
 
     @classmethod
     def of(cls, loss: Loss) -> LossNames:
-        """Those of a loss."""
+        """Return the names of a loss."""
         metrics = tuple((name, metric.per) for name, metric in loss.metrics.items())
         return cls(tuple(loss.terms), metrics)
 
@@ -166,12 +177,12 @@ class LossNames:
         return len(self.terms) + len(self.metrics)
 
     def numbers(self, loss: Loss) -> list[Tensor]:
-        """The sums in such a loss: terms, then metrics."""
+        """Return the sums of a loss: terms, then metrics."""
         metrics = [loss.metrics[name].total for name, _ in self.metrics]
         return [*(loss.terms[term] for term in self.terms), *metrics]
 
     def loss(self, numbers: Tensor) -> Loss:
-        """The loss with these sums, in that order; shape [n]."""
+        """Return the loss with these sums, shape [n], in the order of `numbers`."""
         terms, metrics = numbers[: len(self.terms)], numbers[len(self.terms) :]
         return Loss(
             dict(zip(self.terms, terms, strict=True)),
@@ -189,11 +200,11 @@ SCHEDULES: Mapping[Name, type[Any]] = {
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
 FILLED_TO = 64
-"""Micro-batches have a multiple of so many positions: every new length is agreed on between the
-ranks of a pipeline, stage after stage."""
+"""Micro-batches are padded to a multiple of this number of positions, as every new length costs
+an agreement of the stages."""
 EVALUATED_AT_ONCE = 4
-"""Times the number of ranks: so many micro-batches are evaluated at once, as torch keeps memory for
-the hidden states of each of them."""
+"""Number of micro-batches, per rank of the pipeline, that are evaluated together. torch keeps
+memory for the hidden states of all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +242,8 @@ class Pipeline(ForwardBackward):
 
     @override
     def ready(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Fills micro-batches up to one length."""
+        """Pad micro-batches to one length."""
+        # torch receives all hidden states of a step into memory of one shape.
         multiple = math.lcm(FILLED_TO, self._parallel.tensor)
         return self._workload.equally_long(batches, multiple)
 
@@ -239,54 +251,57 @@ class Pipeline(ForwardBackward):
     def train(
         self, batches: Sequence[Batch], weights: Mapping[str, float], *, rounds: int
     ) -> list[Loss]:
-        """All ranks of a pipeline return the same; `rounds` must be 1."""
+        """Return the same losses on all ranks of a pipeline; `rounds` must be 1."""
         assert rounds == 1
-        loss = self._through(batches, weights, trains=True)
-        self._add_up_shared()
+        loss = self._run_schedule(batches, weights, trains=True)
+        self._sum_shared_gradients()
         return [loss]
 
     @override
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[Loss]:
-        """All ranks of a pipeline return the same."""
-        at_once = EVALUATED_AT_ONCE * self._parallel.micro_batch_multiple
+        """Return the same losses on all ranks of a pipeline."""
+        chunk_size = EVALUATED_AT_ONCE * self._parallel.micro_batch_multiple
         weights = dict.fromkeys(batches[0].weights, 1.0)
         self._stages.model.eval()
         losses = [
-            self._through(batches[first : first + at_once], weights, trains=False)
-            for first in range(0, len(batches), at_once)
+            self._run_schedule(batches[first : first + chunk_size], weights, trains=False)
+            for first in range(0, len(batches), chunk_size)
         ]
         self._stages.model.train()
+        # Free the memory of its hidden states.
         self._runs.pop(False)
         return losses
 
     @override
     def recomputes(self, share: float) -> None:
-        """Changes the figures only: it is the stages' blocks that recompute."""
+        """Set the recomputation for the bubble's figure; the blocks themselves are set
+        elsewhere."""
         self._recomputed = share
         self._runs.clear()
 
     @override
     def figures(self) -> Mapping[str, Any]:
-        memory = self._memory.read() if self._memory else ()  # the step's numbers came after it
+        # No wait: the host has already waited for the step's numbers, which were copied later.
+        memory = self._memory.read() if self._memory else ()
         return {"bubble": self._bubble, "memory_by_stage": tuple(map(int, memory))}
 
     @override
     def synchronizes(self, when: GradientSync) -> None:
-        """Once a step, as the schedule does."""
+        """Check that gradients are summed once a step, as the schedule does."""
         assert when == "step"
 
-    def _through(
+    def _run_schedule(
         self, batches: Sequence[Batch], weights: Mapping[str, float], *, trains: bool
     ) -> Loss:
-        """Runs the schedule; the sum of the losses, on every rank of the pipeline."""
-        count, run = len(batches), self._run(batches, trains=trains)
+        """Run the schedule and return the sum of the losses on every rank of the pipeline."""
+        count, run = len(batches), self._cached_run(batches, trains=trains)
         for stage in self._stages.stages.values():
             stage.weights, stage.losses = dict(weights), []
         for part in run.stages:
             part.has_backward = trains
             part.clear_runtime_states()
-        # `step` would cut up tensors; these are micro-batches already.
+        # Not `step`, which would split tensors: these are micro-batches already.
         run.schedule._step_microbatches(
             [()] * count,
             [{"batch": batch} for batch in batches],
@@ -294,21 +309,22 @@ class Pipeline(ForwardBackward):
             return_outputs=False,
         )
         self._agreement.holds(run.stages)
-        return self._told_by_the_last(weights)
+        return self._gather_loss(weights)
 
-    def _run(self, batches: Sequence[Batch], *, trains: bool) -> _Run:
-        whole = self._workload.hidden_shape(batches[0])
+    def _cached_run(self, batches: Sequence[Batch], *, trains: bool) -> _Run:
+        hidden_shape = self._workload.hidden_shape(batches[0])
+        # With sequence parallelism, hidden states between stages are divided over the tensor ranks.
         parts = self._parallel.tensor if self._parallel.sequence else 1
-        shape = (whole[0] // parts, *whole[1:])
+        shape = (hidden_shape[0] // parts, *hidden_shape[1:])
         key = (len(batches), *shape)
         if trains not in self._runs or self._runs[trains][0] != key:
             self._runs.pop(trains, None)
-            self._runs[trains] = key, self._new_run(len(batches), shape, trains=trains)
+            self._runs[trains] = key, self._build_run(len(batches), shape, trains=trains)
         run = self._runs[trains][1]
         self._bubble = run.bubble if trains else self._bubble
         return run
 
-    def _new_run(self, num_micro_batches: int, shape: tuple[int, ...], *, trains: bool) -> _Run:
+    def _build_run(self, num_micro_batches: int, shape: tuple[int, ...], *, trains: bool) -> _Run:
         num_stages = len(self._stages.costs)
         hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=trains)
         stages = [
@@ -327,9 +343,12 @@ class Pipeline(ForwardBackward):
         schedule = kind(
             stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
             num_micro_batches,
+            # The last stage returns its share in the global loss; nothing may rescale its
+            # gradients.
             loss_fn=lambda loss, _: loss,
             scale_grads=False,
         )
+        # torch derives it from `loss_fn`; an evaluation has one, too.
         schedule._has_backward = trains
         self._agreement.spares(schedule)
         return _Run(
@@ -348,67 +367,72 @@ class Pipeline(ForwardBackward):
             return one_stage_order(self._group.size(), num_micro_batches, interleaves=warm_up)
         return computations(schedule.pipeline_order)
 
-    def _told_by_the_last(self, weights: Mapping[str, float]) -> Loss:
-        """The sum of the losses that the last stage has; the ranks tell their memory, too. Read by
-        nobody here: numbers stay on the device."""
+    def _gather_loss(self, weights: Mapping[str, float]) -> Loss:
+        """Return the sum of the losses of the last stage on every rank, and gather the ranks'
+        memory.
+
+        The numbers stay on the device.
+        """
         last = self._stages.stages.get(len(self._stages.costs) - 1)
-        loss = _summed(last.losses) if last else None
+        loss = _sum_losses(last.losses) if last else None
         names = self._loss_names(loss, weights)
-        told = torch.full(
-            (1 + len(names),), float(peak_memory_bytes(self._device)), **_like(self._device)
+        own_numbers = torch.full(
+            (1 + len(names),),
+            float(peak_memory_bytes(self._device)),
+            **_tensor_options(self._device),
         )
         if loss:
-            told[1:] = torch.stack(names.numbers(loss))
-        heard = [torch.empty_like(told) for _ in range(self._group.size())]
-        dist.all_gather(heard, told, group=self._group)
-        self._memory = Readback(torch.stack([numbers[0] for numbers in heard]))
-        return names.loss(heard[-1][1:])
+            own_numbers[1:] = torch.stack(names.numbers(loss))
+        gathered = [torch.empty_like(own_numbers) for _ in range(self._group.size())]
+        dist.all_gather(gathered, own_numbers, group=self._group)
+        self._memory = Readback(torch.stack([numbers[0] for numbers in gathered]))
+        return names.loss(gathered[-1][1:])
 
     def _loss_names(self, loss: Loss | None, weights: Mapping[str, float]) -> LossNames:
-        """What the numbers of a loss are called, which the last stage tells once: they are the same
-        in every step."""
+        """Return the names in a loss, which the last stage sends once."""
         if self._names is None:
-            heard: list[LossNames | None] = [None] * self._group.size()
+            gathered: list[LossNames | None] = [None] * self._group.size()
             own = LossNames.of(loss) if loss else None
-            dist.all_gather_object(heard, own, group=self._group)
-            # In a rehearsal one rank stands for all, and none may have the last stage.
-            self._names = heard[-1] or LossNames(tuple(weights), ())
+            dist.all_gather_object(gathered, own, group=self._group)
+            # In a rehearsal one rank stands for all, so the last stage may be missing.
+            self._names = gathered[-1] or LossNames(tuple(weights), ())
         return self._names
 
-    def _add_up_shared(self) -> None:
-        """Adds to the gradients of parameters that the first and the last stage both have those of
-        the other one. Both then have the same, to the bit, and so do the parameters ever after."""
+    def _sum_shared_gradients(self) -> None:
+        """Sum the gradients of parameters that the first and the last stage share, such as a
+        tied embedding."""
+        # Both add the same two numbers, so gradients and parameters remain equal to the bit.
         ends = (0, self._group.size() - 1)
         if self._stage_rank not in ends:
             return
-        other = ends[self._stage_rank == 0]
+        peer = ends[self._stage_rank == 0]
         for name in self._stages.shared:
             gradient = self._stages.model.get_parameter(name).grad
             assert gradient is not None
-            _add_from(local(gradient), other, self._group)
+            _add_of_peer(local(gradient), peer, self._group)
 
 
 @torch.no_grad()
-def _add_from(values: Tensor, other: int, group: dist.ProcessGroup) -> None:
-    """Adds the other rank's values in place, while it adds these. Collective between the two."""
+def _add_of_peer(values: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    """Add the peer's values in place, while it adds these. Collective between the two."""
     if not values.numel():
         return
     received = torch.empty_like(values)
     messages = [
-        dist.P2POp(dist.isend, values, group=group, group_peer=other),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=other),
+        dist.P2POp(dist.isend, values, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=peer),
     ]
     for work in dist.batch_isend_irecv(messages):
         work.wait()
     values.add_(received)
 
 
-def _like(device: torch.device) -> dict[str, Any]:
+def _tensor_options(device: torch.device) -> dict[str, Any]:
     return {"dtype": torch.float64, "device": device}
 
 
-def _summed(losses: Sequence[Loss]) -> Loss:
-    """In float64."""
+def _sum_losses(losses: Sequence[Loss]) -> Loss:
+    """Return the sum of losses, in float64."""
 
     def total(values: Sequence[Tensor]) -> Tensor:
         return torch.stack([value.double() for value in values]).sum()

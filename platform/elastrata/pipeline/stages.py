@@ -1,4 +1,4 @@
-"""A model cut into stages of about equal costs, and parallelized stage by stage."""
+"""A model divided into stages of about equal cost, each parallelized by itself."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from elastrata.workload.workload import Loss, PipelineParallel, TensorParallel, 
 def stage_spans(
     costs: Sequence[int], num_stages: int, speeds: Sequence[float] | None = None
 ) -> list[range]:
-    """The blocks of each stage, in order; every stage gets at least one.
+    """Return the blocks of each stage in order; every stage gets at least one.
 
-    The stage that takes longest, which sets the pace of a pipeline, is as fast as it can be; of all
-    such divisions it is one with the least sum of squares of the times.
+    The slowest stage, which sets the pace of a pipeline, is as fast as possible. Among all such
+    divisions, the result has the least sum of squared stage times.
 
     Args:
-        costs: of every block.
-        num_stages: how many stages.
-        speeds: of the ranks that have the stages in turns; default: all are equally fast.
+        costs: cost of every block.
+        num_stages: number of stages.
+        speeds: speeds of the ranks, which have the stages in turn; default: all are equally fast.
 
     Raises:
         ValueError: there are fewer blocks than stages.
@@ -44,38 +44,39 @@ def stage_spans(
         return cost / speeds[stage % len(speeds)] if speeds else cost
 
     @cache
-    def longest(blocks: int, stages: int) -> float:
-        """The least possible time of the slowest of so many stages with the first blocks."""
+    def slowest_seconds(blocks: int, stages: int) -> float:
+        """Return the least possible time of the slowest of `stages` stages with the first
+        blocks."""
         if stages == 1:
             return seconds(0, blocks, 0)
         return min(
-            max(longest(cut, stages - 1), seconds(cut, blocks, stages - 1))
-            for cut in range(stages - 1, blocks)
+            max(slowest_seconds(split, stages - 1), seconds(split, blocks, stages - 1))
+            for split in range(stages - 1, blocks)
         )
 
-    limit = longest(len(costs), num_stages)
+    limit = slowest_seconds(len(costs), num_stages)
 
     @cache
-    def squares(blocks: int, stages: int) -> tuple[float, int]:
-        """The least sum of squares within `limit`, and the first block of the last stage."""
+    def least_squares(blocks: int, stages: int) -> tuple[float, int]:
+        """Return the least sum of squares within `limit`, and the first block of the last stage."""
         best = (float("inf"), 0)
-        for cut in range(stages - 1, blocks) if stages > 1 else [0]:
-            own = seconds(cut, blocks, stages - 1)
-            if own <= limit:
-                before = squares(cut, stages - 1)[0] if stages > 1 else 0.0
-                best = min(best, (before + float(own) ** 2, cut))
+        for split in range(stages - 1, blocks) if stages > 1 else [0]:
+            span_seconds = seconds(split, blocks, stages - 1)
+            if span_seconds <= limit:
+                before = least_squares(split, stages - 1)[0] if stages > 1 else 0.0
+                best = min(best, (before + float(span_seconds) ** 2, split))
         return best
 
     spans, end = [], len(costs)
     for stages in range(num_stages, 0, -1):
-        begin = squares(end, stages)[1]
+        begin = least_squares(end, stages)[1]
         spans.append(range(begin, end))
         end = begin
     return spans[::-1]
 
 
 class Stage(nn.Module):
-    """One stage of a pipeline; with the last one, the loss."""
+    """One stage of a pipeline; the last one also computes the loss."""
 
     def __init__(self, part: nn.Module, workload: Workload, *, is_last: bool) -> None:
         super().__init__()
@@ -83,12 +84,13 @@ class Stage(nn.Module):
         self.losses: list[Loss] = []
         """Detached losses of the micro-batches that have passed the last stage."""
         self.weights: dict[str, float] = {}
-        """Per loss term the weight of the global batch; to be set before a micro-batch comes."""
+        """Weight of the global batch by loss term; must be set before the first micro-batch."""
         self._workload = workload
         self._is_last = is_last
 
     def forward(self, hidden: Tensor | None = None, *, batch: Batch) -> Tensor:
-        """The input of the next stage; from the last one, the micro-batch's share in the loss."""
+        """Return the input of the next stage, or, from the last one, the micro-batch's share in
+        the loss."""
         part: Any = self.part if hidden is None else partial(self.part, hidden=hidden)
         if not self._is_last:
             return cast(Tensor, part(batch))
@@ -99,22 +101,24 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """A rank's part of a model that is cut into stages."""
+    """A rank's part of a model that is divided into stages."""
 
     model: nn.Module
-    """All its blocks, under their names in the whole model: what is optimized and saved. It is
-    never called."""
+    """All blocks of this rank, under their names in the whole model, for the optimizer and
+    checkpoints. It is never called."""
     stages: dict[int, Stage]
-    """The stages it runs, by number."""
+    """This rank's stages by number."""
     costs: tuple[float, ...]
-    """The cost of a forward pass through each of all stages, over the speed of its rank."""
+    """Cost of a forward pass through each of all stages, divided by the speed of its rank."""
     shared: tuple[str, ...]
     """Names of the parameters that the first and the last stage both have: a tied embedding."""
 
 
 def own_spans(costs: Sequence[int], mesh: DeviceMesh, parallel: ParallelConfig) -> dict[int, range]:
-    """The blocks of each of this rank's stages, by number: stage s is at place s mod `pipeline` of
-    the axis `pipeline`."""
+    """Return the blocks of each of this rank's stages, by stage number.
+
+    Stage s is at place s mod `pipeline` of the axis `pipeline`.
+    """
     spans = stage_spans(costs, parallel.num_stages, parallel.stage_speeds)
     numbers = range(mesh.get_local_rank("pipeline"), len(spans), parallel.pipeline)
     return {number: spans[number] for number in numbers}
@@ -131,9 +135,11 @@ def cut_in_stages(
     compile: bool,
     parallel: ParallelConfig,
 ) -> Stages:
-    """Divides the blocks' matrices over the axis `tensor`, cuts the blocks into stages of about
-    equal costs, and takes of these the ones of this rank. Each is then treated like a whole model
-    by `parallelize`."""
+    """Divide a model into stages and return those of this rank.
+
+    The blocks' matrices are first divided over the axis `tensor`. Then the blocks are divided into
+    stages of about equal cost, and `parallelize` treats each stage like a whole model.
+    """
     if parallel.tensor > 1:
         assert isinstance(workload, TensorParallel)
         workload.tensor_parallel(model, mesh["tensor"], parallel.sequence)
@@ -153,16 +159,17 @@ def cut_in_stages(
             compile=compile,
             parallel=parallel,
         )
+    # A tied embedding is in the first and the last stage under the same name.
     first, last = (dict(workload.stage(model, spans[n]).named_parameters()) for n in (0, -1))
     return Stages(
         model=workload.stage(model, [block for span in own.values() for block in span]),
         stages=stages,
-        costs=_costs(spans, costs, parallel.stage_speeds or (1.0,)),
+        costs=_stage_costs(spans, costs, parallel.stage_speeds or (1.0,)),
         shared=tuple(sorted(first.keys() & last.keys())),
     )
 
 
-def _costs(
+def _stage_costs(
     spans: Sequence[range], costs: Sequence[int], speeds: Sequence[float]
 ) -> tuple[float, ...]:
     return tuple(

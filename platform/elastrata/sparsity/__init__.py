@@ -1,1 +1,1 @@
-"""Sparsity: weights that are held at zero while a model trains, on however many ranks."""
+"""Sparsity: weights that are held at zero during training, on any number of ranks."""

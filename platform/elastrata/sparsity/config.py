@@ -1,4 +1,4 @@
-"""The keys of sparsity: which weights of a model are held at zero, and how many."""
+"""Recipe keys of sparsity: which weights of a model are held at zero, and their share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Level = Annotated[float, Field(ge=0, lt=1)]
 """Share of weights that are held at zero."""
 Pattern = Annotated[str, Field(max_length=1000)]
 Patterns = Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=1000)]
-"""Layers, each a matrix, by name (`blocks.0.attention.query`) or by pattern (`*.query`): `*` stands
-for anything."""
+"""Layers, each a matrix, by name (`blocks.0.attention.query`) or pattern (`*.query`), in which
+`*` matches anything."""
 
 
 class SparsityKeys(Config):
-    """Keys that all methods have."""
+    """Keys of all methods."""
 
     method: str
     """Which method; each has further keys of its own."""
@@ -27,7 +27,7 @@ class SparsityKeys(Config):
 
 
 class DrawnKeys(SparsityKeys):
-    """Keys of methods whose masks are drawn at random, at least at first."""
+    """Keys of methods with random masks, at least initially."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of the masks. Default: the run's. With one seed, a lower level leaves the zeros of a
@@ -35,7 +35,7 @@ class DrawnKeys(SparsityKeys):
 
 
 class LayerLevel(Config):
-    """The level of some layers, whatever the distribution says."""
+    """Level of some layers, which overrides the distribution."""
 
     layers: Patterns
     """By name or pattern."""
@@ -44,7 +44,7 @@ class LayerLevel(Config):
 
 
 class LevelKeys(DrawnKeys):
-    """Keys of methods that may have any level."""
+    """Keys of methods with a free choice of the level."""
 
     level: Level
     """Share of the weights of all sparse layers that is held at zero."""
@@ -58,7 +58,7 @@ class LevelKeys(DrawnKeys):
 
 
 class StaticConfig(LevelKeys):
-    """Weights drawn at random are held at zero, always the same."""
+    """A constant random set of weights is held at zero."""
 
     method: Literal["static"] = "static"
     """This method; the default."""
@@ -75,8 +75,8 @@ class RiglSchedule(Config):
 
 
 class RiglConfig(LevelKeys):
-    """RigL (Evci et al., arXiv 1911.11134): every some steps the smallest weights go, and those
-    come that have the largest gradients. Layers keep their levels."""
+    """RigL (Evci et al., arXiv 1911.11134): periodically, the smallest weights are replaced by
+    those with the largest gradients. Layers keep their levels."""
 
     method: Literal["rigl"]
     """This method."""
@@ -87,7 +87,7 @@ class RiglConfig(LevelKeys):
 
 
 class BlockConfig(LevelKeys):
-    """Square blocks of weights drawn at random are held at zero, always the same."""
+    """A constant random set of square blocks of weights is held at zero."""
 
     method: Literal["block"]
     """This method."""
@@ -96,8 +96,8 @@ class BlockConfig(LevelKeys):
 
 
 class TwoFourConfig(DrawnKeys):
-    """Two of every four neighbours in a row, drawn at random, are held at zero, always the same:
-    the pattern that NVIDIA's GPUs from Ampere on multiply faster."""
+    """Two random weights of every four neighbours in a row are held at zero, in a constant
+    pattern that NVIDIA's GPUs multiply faster since Ampere."""
 
     method: Literal["two_four"]
     """This method."""
@@ -109,7 +109,7 @@ class TwoFourConfig(DrawnKeys):
 
 
 class GivenConfig(SparsityKeys):
-    """The weights that a file names are held at zero, always the same."""
+    """The constant set of weights in a file is held at zero."""
 
     method: Literal["given"]
     """This method."""
@@ -118,7 +118,7 @@ class GivenConfig(SparsityKeys):
     that it lacks is dense."""
 
 
-def _named(value: Any) -> Any:
+def _with_default_method(value: Any) -> Any:
     return {"method": "static", **value} if isinstance(value, dict) else value
 
 
@@ -126,6 +126,6 @@ AnySparsity = StaticConfig | RiglConfig | BlockConfig | TwoFourConfig | GivenCon
 SparsityConfig = Annotated[
     StaticConfig | RiglConfig | BlockConfig | TwoFourConfig | GivenConfig | None,
     Field(discriminator="method"),
-    BeforeValidator(_named),
+    BeforeValidator(_with_default_method),
 ]
-"""One of the methods, static where none is named; None: no weight is held at zero."""
+"""One of the methods, static without a name; None: dense."""

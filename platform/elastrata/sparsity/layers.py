@@ -1,10 +1,10 @@
-"""The layers of a workload that may be sparse, and how sparse each is to be.
+"""The layers of a workload that may be sparse, and the level of each.
 
 A weight is multiplied once per token in the forward pass and twice in the backward pass, for the
-gradient of the input and for its own; a multiplication with its addition counts as two. With a
-weight at zero none of the three is needed: 6 FLOPs per zero and token. An update of RigL needs the
-gradients of all weights, so in its step only two of the three can be left out: 4 FLOPs. What is not
-the matrix of a sparse layer (embeddings, head, attention's own products) costs what it costs.
+gradient of the input and for its own. A multiplication with its addition counts as two FLOPs. A
+weight at zero needs none of the three: 6 FLOPs per zero and token. An update of RigL needs the
+gradients of all weights, so its step saves only two of the three: 4 FLOPs. Everything outside of
+sparse layers (embeddings, head, products inside of attention) has its full cost.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ if TYPE_CHECKING:
 
 
 WEIGHT = ".weight"
-"""The end of a layer's parameter's name."""
+"""Suffix of the name of a layer's weight."""
 Shapes = Mapping[str, tuple[int, int]]
-"""Rows and columns of layers by name."""
+"""Rows and columns by layer."""
 
 
 def layer_shapes(workload: Workload) -> dict[str, tuple[int, int]]:
-    """Rows and columns of every matrix that may be sparse, by the layer's name.
+    """Return rows and columns of every matrix that may be sparse, by layer.
 
-    They do not depend on the vocabulary. Takes neither memory nor data.
+    It needs neither memory nor data.
     """
+    # A minimal one: the blocks' matrices do not depend on it.
     vocabulary = Vocabulary(size=8, pad_id=0, mask_id=1, special_ids=(), continuation_ids=())
     model = meta_model(lambda: workload.build_model(vocabulary, seq_len=1))
     matrices = sparse_matrices(model, workload.blocks(model))
@@ -56,47 +57,47 @@ def layer_shapes(workload: Workload) -> dict[str, tuple[int, int]]:
 
 
 def sparse_matrices(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters that may be held at zero, by name: the matrices of the blocks, each of which
-    is applied once to every token."""
+    """Return the parameters that may be held at zero, by name: the matrices of the blocks.
+
+    Each of them is applied once to every token.
+    """
     return block_matrices(dict(model.named_parameters()), blocks)
 
 
 def layer_of(parameter: str) -> str:
-    """The name of the layer whose weight a parameter is."""
+    """Return the name of the layer of a weight."""
     return parameter.removesuffix(WEIGHT)
 
 
 def layers_named(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The names that any of `patterns` is or stands for, in their order."""
+    """Return the names that match any of the patterns, in their order."""
     wanted = list(patterns)
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
 
 
 def layer_levels(config: AnySparsity, shapes: Shapes) -> dict[str, float]:
-    """The share of weights that is to be zero, of every layer that is to be sparse; 0 where a file
-    says which."""
+    """Return the share of zeros by sparse layer; 0 if a file defines the zeros."""
     sparse = layers_named(shapes, config.layers)
     if isinstance(config, GivenConfig):
         return dict.fromkeys(sparse, 0.0)
     if isinstance(config, TwoFourConfig):
         return dict.fromkeys(sparse, config.level)
-    own = {
+    explicit_levels = {
         name: given.level for given in config.levels for name in layers_named(sparse, given.layers)
     }
-    rest = {name: shapes[name] for name in sparse if name not in own}
+    rest = {name: shapes[name] for name in sparse if name not in explicit_levels}
     if config.distribution == "uniform":
         spread = dict.fromkeys(rest, config.level)
     else:
         spread = erdos_renyi(rest, config.level)
-    return {name: own.get(name, spread.get(name, 0.0)) for name in sparse}
+    return {name: explicit_levels.get(name, spread.get(name, 0.0)) for name in sparse}
 
 
 def erdos_renyi(shapes: Shapes, level: float) -> dict[str, float]:
-    """Levels so that a layer keeps weights in proportion to its rows plus its columns, and all
-    layers together the share 1 - level.
+    """Return levels with which a layer keeps weights in proportion to its rows plus columns.
 
-    A layer that would keep more than it has is dense, and the others share what is left (Evci et
-    al., arXiv 1911.11134, section 3).
+    All layers together keep the share 1 - level. A layer that would keep more than all its weights
+    becomes dense, and the others share the remainder (Evci et al., arXiv 1911.11134, section 3).
     """
     dense: set[str] = set()
     while True:
@@ -107,6 +108,7 @@ def erdos_renyi(shapes: Shapes, level: float) -> dict[str, float]:
         kept -= sum(rows * columns for rows, columns in (shapes[name] for name in dense))
         scale = kept / sum(rows + columns for rows, columns in rest.values())
         shares = {name: scale * (m + n) / (m * n) for name, (m, n) in rest.items()}
+        # A dense layer changes the scale, which may fill further layers: hence the loop.
         full = {name for name, share in shares.items() if share > 1}
         if not full:
             return {name: 1 - shares.get(name, 1.0) for name in shapes}
@@ -114,13 +116,13 @@ def erdos_renyi(shapes: Shapes, level: float) -> dict[str, float]:
 
 
 Problem = tuple[tuple[str, ...], str]
-"""The key to change, and the line about it."""
-_NEIGHBOURS = 4
+"""Path of the key to change, and one line about it."""
+_GROUP_OF_FOUR = 4
 _NUM_NEAREST = 3
 
 
 def sparsity_problems(config: AnySparsity, shapes: Shapes) -> Iterator[Problem]:
-    """One for each thing that cannot work."""
+    """Yield one problem for each key that cannot work."""
     yield from _unknown_layers(("layers",), config.layers, shapes)
     sparse = {name: shapes[name] for name in layers_named(shapes, config.layers)}
     if isinstance(config, LevelKeys):
@@ -130,19 +132,19 @@ def sparsity_problems(config: AnySparsity, shapes: Shapes) -> Iterator[Problem]:
     if isinstance(config, BlockConfig):
         line = "expected a divisor of the {rows} rows and {columns} columns of {name}"
         both = config.block, config.block
-        yield from _misfit(sparse, "block", both, f"{config.block}: {line}")
+        yield from _find_misfit(sparse, "block", both, f"{config.block}: {line}")
     if isinstance(config, TwoFourConfig):
         line = (
             "'two_four': expected layers with rows of a multiple of four weights, not {columns} "
             "as in {name}; leave it out of sparsity.layers"
         )
-        yield from _misfit(sparse, "method", (1, _NEIGHBOURS), line)
+        yield from _find_misfit(sparse, "method", (1, _GROUP_OF_FOUR), line)
         if config.kernels:
             line = (
                 f"true: expected layers of multiples of {MULTIPLE} rows and columns, not "
                 "{rows} by {columns} as {name}; leave it out of sparsity.layers"
             )
-            yield from _misfit(sparse, "kernels", (MULTIPLE, MULTIPLE), line)
+            yield from _find_misfit(sparse, "kernels", (MULTIPLE, MULTIPLE), line)
 
 
 def _unknown_layers(
@@ -159,77 +161,79 @@ def _unknown_layers(
 
 
 def _nearest(pattern: str, shapes: Shapes) -> list[str]:
-    """Names with `*` for the numbers in them, those most like the pattern first."""
-    known = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in shapes))
-    return get_close_matches(pattern, known, n=_NUM_NEAREST, cutoff=0.0)
+    """Return the names most similar to the pattern, with `*` for numbers."""
+    names = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in shapes))
+    return get_close_matches(pattern, names, n=_NUM_NEAREST, cutoff=0.0)
 
 
-def _misfit(sparse: Shapes, key: str, multiples: tuple[int, int], line: str) -> Iterator[Problem]:
-    """One for the first layer whose rows or columns are no such multiples."""
+def _find_misfit(
+    sparse: Shapes, key: str, multiples: tuple[int, int], line: str
+) -> Iterator[Problem]:
+    """Yield a problem for the first layer whose rows or columns are not such multiples."""
     for name, (rows, columns) in sparse.items():
         if rows % multiples[0] or columns % multiples[1]:
             yield (key,), f"sparsity.{key}: " + line.format(name=name, rows=rows, columns=columns)
             return
 
 
-_ALL, _WITHOUT_GRADIENT = 6, 4
+_FLOPS_OF_ZERO, _FLOPS_OF_ZERO_WITH_GRADIENT = 6, 4
 _FORWARD_AND_BACKWARD = 3
-"""Times the FLOPs of the forward pass."""
+"""FLOPs of forward and backward over those of the forward pass."""
 
 
 def flops_of_zeros(zeros: int, tokens: int, *, dense_gradient: bool = False) -> int:
-    """The FLOPs of forward and backward that a device which skips zeros saves.
+    """Return the FLOPs of forward and backward that a device which skips zeros saves.
 
     Args:
-        zeros: weights held at zero, each applied once to every token.
-        tokens: of the global batch.
+        zeros: number of weights held at zero, each applied once to every token.
+        tokens: tokens of the global batch.
         dense_gradient: whether the gradients of all weights are needed.
     """
-    return (_WITHOUT_GRADIENT if dense_gradient else _ALL) * zeros * tokens
+    return (_FLOPS_OF_ZERO_WITH_GRADIENT if dense_gradient else _FLOPS_OF_ZERO) * zeros * tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparsityPlan:
-    """A phase's sparsity, layer by layer."""
+    """The sparsity of a phase, by layer."""
 
     method: str
-    """`dense` where it holds nothing."""
+    """`dense` without zeros."""
     shapes: Shapes
     """Rows and columns of the sparse layers."""
     zeros: Mapping[str, int]
-    """Weights at zero, by layer."""
+    """Number of zeros by layer."""
     seq_len: int
-    """FLOPs are those of a sample of so many tokens, forward and backward."""
+    """Tokens of the sample for which FLOPs of forward and backward are counted."""
     flops_dense: int
-    """By the workload's formula, without zeros."""
+    """FLOPs by the workload's formula, including products with zeros."""
     flops: float
-    """Without products with zeros; where gradients of all weights are needed now and then, the mean
-    over the phase."""
+    """FLOPs without products with zeros; the mean over the phase if some steps need the
+    gradients of all weights."""
 
     @property
     def level(self) -> float:
-        """Share of the sparse layers' weights that is zero."""
+        """Share of zeros in the sparse layers' weights."""
         weights = sum(rows * columns for rows, columns in self.shapes.values())
         return sum(self.zeros.values()) / weights if weights else 0.0
 
     @property
     def times_fewer(self) -> float:
-        """How many times fewer FLOPs than dense."""
+        """FLOPs when dense over FLOPs when sparse."""
         return self.flops_dense / self.flops
 
 
 def sparsity_plan(
     config: AnySparsity | None, shapes: Shapes, *, work: WorkModel, seq_len: int, steps: int
 ) -> SparsityPlan:
-    """The plan of a phase.
+    """Return the plan of a phase.
 
     Raises:
-        UserError: a file of masks is missing or that of another model.
+        UserError: a file of masks is missing or belongs to another model.
     """
     zeros = planned_zeros(config, shapes) if config else {}
     dense = _FORWARD_AND_BACKWARD * int(work(seq_len))
     number = sum(zeros.values())
-    updates = _updates(config, steps) / steps
+    updates = _num_updates(config, steps) / steps
     saved = flops_of_zeros(number, seq_len) * (1 - updates)
     saved += flops_of_zeros(number, seq_len, dense_gradient=True) * updates
     return SparsityPlan(
@@ -243,7 +247,7 @@ def sparsity_plan(
 
 
 def planned_zeros(config: AnySparsity, shapes: Shapes) -> dict[str, int]:
-    """Weights that are held at zero, by layer."""
+    """Return the number of weights held at zero, by layer."""
     levels = layer_levels(config, shapes)
     if isinstance(config, GivenConfig):
         masks = read_masks(config.masks, shapes)
@@ -260,8 +264,8 @@ def planned_zeros(config: AnySparsity, shapes: Shapes) -> dict[str, int]:
     return zeros
 
 
-def _updates(config: AnySparsity | None, steps: int) -> int:
-    """Steps of a phase that need the gradients of all weights."""
+def _num_updates(config: AnySparsity | None, steps: int) -> int:
+    """Return the number of steps in a phase that need the gradients of all weights."""
     if not isinstance(config, RiglConfig):
         return 0
     every = config.schedule.every

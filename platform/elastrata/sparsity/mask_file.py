@@ -1,8 +1,7 @@
-"""A file of masks: which weights of a model are held at zero, a bit for each.
+"""A file of masks: one bit for every weight, set if it is held at zero.
 
-A safetensors file: for every layer its mask, row by row and packed into bytes, and in the metadata
-`format`, `shapes` (the layers' rows and columns in JSON) and `checksum`. That
-library is imported where a file is read or written: training does without it.
+The format is safetensors. For every layer it has the mask, row by row and packed into bytes. The
+metadata has `format`, `shapes` (the layers' rows and columns in JSON) and `checksum`.
 """
 
 from __future__ import annotations
@@ -21,38 +20,44 @@ from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.storage import Storage
 
 MASKS_FILE = "masks.safetensors"
-"""The name that `elastrata export` gives it."""
+"""Name of the file in an export."""
 _FORMAT = "elastrata masks 2"
 _LENGTH_BYTES = 8
 _MOST_BYTES = 2**36
-"""Eight weights a byte: more than any model has."""
+"""Larger than any model's masks, with eight weights a byte."""
 Shape = tuple[int, int]
 
 
 def packed_masks(masks: Mapping[str, Tensor]) -> bytes:
-    """The content of a file.
+    """Return the content of a file.
 
     Args:
-        masks: by layer, whole, of shape [m, n]; true where a weight is held at zero.
+        masks: whole masks by layer, shape [m, n]; true if a weight is held at zero.
     """
+    # Imported here: training does not need safetensors.
     from safetensors.torch import save
 
     packed = {name: torch.from_numpy(np.packbits(mask.numpy())) for name, mask in masks.items()}
     shapes = {name: (mask.shape[0], mask.shape[1]) for name, mask in masks.items()}
-    told = {"format": _FORMAT, "shapes": json.dumps(shapes), "checksum": _checksum(packed, shapes)}
-    return save(packed, told)
+    metadata = {
+        "format": _FORMAT,
+        "shapes": json.dumps(shapes),
+        "checksum": _checksum(packed, shapes),
+    }
+    return save(packed, metadata)
 
 
 def read_masks(path: str, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """The masks of a file, by layer, whole; of the layers that it has.
+    """Return the whole masks of a file, for the layers that it has.
 
     Raises:
-        UserError: there is no such file, it is no file of masks, or it is that of another model.
+        UserError: the file is missing, is not a file of masks, or belongs to another model.
     """
     data = _read(path)
     try:
-        packed, given = _content(data)
-    except Exception:  # Torch, safetensors and JSON have their own for what may be wrong with bytes
+        packed, given = _parse(data)
+    # Torch, safetensors and JSON raise exceptions of many types for invalid bytes.
+    except Exception:
         raise UserError(
             f"sparsity.masks: {path}: no file of masks, or a damaged one: expected one that "
             f"`elastrata export` wrote as {MASKS_FILE}"
@@ -81,22 +86,29 @@ def _read(path: str) -> bytes:
         raise UserError(f"sparsity.masks: {error}") from None
 
 
-def _content(data: bytes) -> tuple[dict[str, Tensor], dict[str, Shape]]:
-    """The packed masks of a file and their shapes, by layer; any error where it is no such file."""
+def _parse(data: bytes) -> tuple[dict[str, Tensor], dict[str, Shape]]:
+    """Return the packed masks of a file and their shapes by layer.
+
+    Raises:
+        Exception: the bytes are not a file of masks.
+    """
     from safetensors.torch import load
 
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     header = parse_json(data[_LENGTH_BYTES : _LENGTH_BYTES + length], "header")
-    told = header["__metadata__"]
-    shapes = {name: _shape(shape) for name, shape in parse_json(told["shapes"], "shapes").items()}
+    metadata = header["__metadata__"]
+    shapes = {
+        name: _shape(shape) for name, shape in parse_json(metadata["shapes"], "shapes").items()
+    }
     packed = load(data)
     if packed.keys() != shapes.keys():
         raise ValueError("masks and shapes of different layers")
     for name, (rows, columns) in shapes.items():
         mask = packed[name]
+        # Shapes come from the file, too: a wrong one must not read beyond the mask.
         if mask.dtype != torch.uint8 or mask.shape != (-(-rows * columns // 8),):
             raise ValueError(f"{name}: not a bit for each of {rows} x {columns} weights")
-    if (told["format"], told["checksum"]) != (_FORMAT, _checksum(packed, shapes)):
+    if (metadata["format"], metadata["checksum"]) != (_FORMAT, _checksum(packed, shapes)):
         raise ValueError("altered, or of an unknown format")
     return packed, shapes
 
@@ -109,7 +121,7 @@ def _shape(shape: Any) -> Shape:
 
 
 def _checksum(packed: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> str:
-    """SHA-256 over names, shapes and masks of all layers, by name."""
+    """Return SHA-256 over names, shapes and masks of all layers, in the order of names."""
     digest = hashlib.sha256()
     for name in sorted(packed):
         digest.update(json.dumps([name, *shapes[name]]).encode())

@@ -1,15 +1,15 @@
-"""RigL (Evci et al., arXiv 1911.11134, algorithm 1) on sharded matrices: small weights go, weights
-with large gradients come.
+"""RigL (Evci et al., arXiv 1911.11134, algorithm 1) on sharded matrices: the smallest weights are
+dropped, and weights with the largest gradients grow.
 
-Whatever the number of ranks, the same weights go and come where weights and gradients are the
-same: of equal ones those that come first in the matrix.
+The choice is the same at any number of ranks if weights and gradients are the same. Among equal
+values, those that come first in the matrix are chosen.
 
-Whether a weight is held at zero follows from hashes of (seed, parameter's name, place in the
-matrix) alone: no rank needs to know more of a matrix than its shard, and none draws in a sequence.
-A mask is true where the weight is held at zero.
+Random masks follow from hashes of (seed, parameter's name, place in the matrix) alone. A rank
+therefore only needs to know its shard, and no rank draws from a sequence. A mask is true if the
+weight is held at zero.
 
-The hashes are those of `elastrata_pipelines.hashing`, bit for bit, on any device. Torch has few
-operations on unsigned integers: a hash is an int64 with the same 64 bits.
+The hashes are equal to the bit to those of `elastrata_pipelines.hashing`, on any device. Torch has
+few operations on unsigned integers, so a hash is an int64 with the same 64 bits.
 """
 
 from __future__ import annotations
@@ -33,50 +33,55 @@ _DIGIT_BITS, _KEY_BITS = 8, 64
 _DIGITS = 1 << _DIGIT_BITS
 _SIGN = -(1 << (_KEY_BITS - 1))
 _MOST_AT_ONCE = 2**26
-"""Elements whose keys, 8 bytes each, are in memory at once, over all ranks."""
+"""Number of elements, over all ranks, whose keys of 8 bytes are in memory at the same time."""
 
 
 def rows_and_columns(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows and which columns of the whole matrix this rank's shard has: int64, of shapes
-    [rows] and [columns] of the shard, either maybe empty.
+    """Return the indices of this rank's rows and columns in the whole matrix.
 
     Args:
         matrix: shape [m, n], plain or a DTensor of any layout that divides rows or columns.
+
+    Returns:
+        int64, of shapes [rows] and [columns] of the shard; either may be empty.
     """
     places = [torch.arange(size, device=local(matrix).device) for size in matrix.shape]
     for axis in axes_as_divided(matrix):
-        parts = torch.chunk(places[axis.dim], axis.size)  # the last ones may be missing
+        parts = torch.chunk(places[axis.dim], axis.size)  # may return fewer parts
         places[axis.dim] = parts[axis.rank] if axis.rank < len(parts) else places[axis.dim][:0]
     return places[0], places[1]
 
 
 def no_mask(matrix: Tensor) -> Tensor:
-    """This rank's shard of a mask of that matrix which is nowhere true."""
+    """Return this rank's shard of an all-false mask of the matrix."""
     return torch.zeros_like(local(matrix), dtype=torch.bool)
 
 
 def elements(matrix: Tensor) -> Tensor:
-    """The place of each element of this rank's shard in the whole matrix, counted row by row;
-    int64, of the shard's shape."""
+    """Return the index of each element of this rank's shard in the whole matrix, row by row.
+
+    int64, of the shard's shape.
+    """
     rows, columns = rows_and_columns(matrix)
     return rows[:, None] * matrix.shape[1] + columns
 
 
 def sums_over_shards(matrices: Sequence[Tensor], values: Tensor) -> Tensor:
-    """Adds up what ranks know of their shards; the same on all of them.
+    """Sum values of shards over the ranks; all ranks get the same sums.
 
     Collective over the axes that shard the matrices, one message for each.
 
     Args:
-        matrices: say how they are sharded; their values do not matter.
-        values: shape [matrices, n], of this rank's shards; changed.
+        matrices: tensors with the sharding; their values are not used.
+        values: shape [matrices, n], of this rank's shards; overwritten.
     """
     rows: dict[MeshAxis, list[int]] = {}
     for number, matrix in enumerate(matrices):
         for axis in sharding_axes(matrix):
             rows.setdefault(axis, []).append(number)
     for axis, numbers in rows.items():
-        places = to_device(torch.tensor(numbers), values.device)  # of a list, the host would wait
+        # Indexing with a list would make the host wait for the device.
+        places = to_device(torch.tensor(numbers), values.device)
         summed = values.index_select(0, places)
         dist.all_reduce(summed, group=axis.group)
         values.index_copy_(0, places, summed)
@@ -86,16 +91,18 @@ def sums_over_shards(matrices: Sequence[Tensor], values: Tensor) -> Tensor:
 def of_all_stages(
     values: Mapping[str, Value], pipeline: dist.ProcessGroup | None
 ) -> dict[str, Value]:
-    """The values of all layers, the same on every rank. Collective over the ranks of a pipeline."""
+    """Return the values of the layers of all stages, on every rank. Collective over a pipeline's
+    ranks."""
     if pipeline is None:
         return dict(values)
-    heard: list[dict[str, Value]] = [{}] * pipeline.size()
-    dist.all_gather_object(heard, dict(values), group=pipeline)
-    return {name: value for told in heard for name, value in told.items()}
+    gathered: list[dict[str, Value]] = [{}] * pipeline.size()
+    dist.all_gather_object(gathered, dict(values), group=pipeline)
+    return {name: value for stage_values in gathered for name, value in stage_values.items()}
 
 
 def counts_over_shards(is_meant: Sequence[Tensor], matrices: Sequence[Tensor]) -> list[int]:
-    """How many elements of each whole matrix are true; collective likewise."""
+    """Return the number of true elements of each whole matrix. Collective like
+    `sums_over_shards`."""
     if not is_meant:
         return []
     counts = torch.stack([torch.count_nonzero(shard) for shard in is_meant])[:, None]
@@ -103,7 +110,7 @@ def counts_over_shards(is_meant: Sequence[Tensor], matrices: Sequence[Tensor]) -
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all elements are; the same on every rank. Collective over all of them."""
+    """Return whether all elements are finite, on every rank. Collective over all ranks."""
     finite = torch.ones((), dtype=torch.int32, device=local(tensors[0]).device)
     for tensor in tensors:
         finite &= torch.isfinite(local(tensor)).all().int()
@@ -115,54 +122,57 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 def smallest(
     matrices: Sequence[Tensor], keys: Sequence[Tensor], counts: Sequence[int]
 ) -> list[Tensor]:
-    """The elements with the smallest keys of each matrix: this rank's shard of them, as booleans.
+    """Return this rank's shard of a mask of the elements with the smallest keys of each matrix.
 
-    Collective over the axes that shard the matrices: for each of them eight messages of 256 numbers
-    a matrix, for all matrices together. Finds the digits of the largest key that belongs to
-    them, from the highest on, by counting how many keys have which.
+    Collective over the axes that shard the matrices: for all matrices together, eight messages per
+    axis, of 256 numbers per matrix.
 
     Args:
-        matrices: say how they are sharded; values do not matter.
-        keys: of this rank's shard of each; 64 bits, without a sign, in an int64. Those up to the
-            count-th must all differ, over all ranks.
-        counts: how many elements of each whole matrix; there are as many.
+        matrices: tensors with the sharding; their values are not used.
+        keys: keys of this rank's shard of each matrix: unsigned 64 bits in an int64. The smallest
+            ones, up to the count, must all differ over all ranks.
+        counts: number of elements to select in each whole matrix, which has at least as many.
     """
+    # A radix selection: it finds the digits of the largest selected key, from the highest to the
+    # lowest, by counting the keys with each digit.
     device = keys[0].device if keys else torch.device("cpu")
-    below = torch.zeros(len(keys), dtype=torch.int64, device=device)
-    left = to_device(torch.tensor(counts, dtype=torch.int64), device)
+    largest_keys = torch.zeros(len(keys), dtype=torch.int64, device=device)
+    counts_left = to_device(torch.tensor(counts, dtype=torch.int64), device)
     remaining = [Remaining.of(key) for key in keys]
     for shift in range(_KEY_BITS - _DIGIT_BITS, -1, -_DIGIT_BITS):
-        counts_here = torch.stack([some.counts(shift) for some in remaining])
+        counts_here = torch.stack([keys_left.counts(shift) for keys_left in remaining])
         totals = sums_over_shards(matrices, counts_here).cumsum(1)
-        chosen = (totals < left[:, None]).sum(1)
-        smaller = totals.gather(1, (chosen - 1).clamp(min=0)[:, None])[:, 0]
-        left -= torch.where(chosen > 0, smaller, 0)
-        below |= chosen << shift
-        for some, digit in zip(remaining, chosen, strict=True):
-            some.keep(shift, digit)
+        digits = (totals < counts_left[:, None]).sum(1)
+        smaller = totals.gather(1, (digits - 1).clamp(min=0)[:, None])[:, 0]
+        counts_left -= torch.where(digits > 0, smaller, 0)
+        largest_keys |= digits << shift
+        for keys_left, digit in zip(remaining, digits, strict=True):
+            keys_left.keep(shift, digit)
     return [
-        _ordered(key) <= (limit ^ _SIGN) if count else torch.zeros_like(key, dtype=torch.bool)
-        for key, limit, count in zip(keys, below, counts, strict=True)
+        _to_signed_order(key) <= (limit ^ _SIGN)
+        if count
+        else torch.zeros_like(key, dtype=torch.bool)
+        for key, limit, count in zip(keys, largest_keys, counts, strict=True)
     ]
 
 
 class Remaining:
-    """The keys of a shard that have the digits which were chosen so far."""
+    """The keys of a shard whose digits equal those found so far."""
 
     def __init__(self, keys: Tensor) -> None:
         self._keys = keys
 
     @staticmethod
     def of(keys: Tensor) -> Remaining:
-        """All keys of a shard."""
+        """Return all keys of a shard."""
         return (Remaining if keys.device.type == "cpu" else MarkedRemaining)(keys.flatten())
 
     def counts(self, shift: int) -> Tensor:
-        """How many have which digit there; shape [256]."""
+        """Return the number of keys with each digit at `shift`, shape [256]."""
         return torch.bincount(self._digits(shift), minlength=_DIGITS)
 
     def keep(self, shift: int, digit: Tensor) -> None:
-        """Those that have this one, a scalar, there."""
+        """Keep the keys with this digit, a scalar, at `shift`."""
         self._keys = self._keys[self._digits(shift) == digit]
 
     def _digits(self, shift: int) -> Tensor:
@@ -170,11 +180,11 @@ class Remaining:
 
 
 class MarkedRemaining(Remaining):
-    """On a GPU: all keys stay, and those that are out have a digit that is not counted. How many
-    are left decides about no shape, so that no host waits to know it."""
+    """Remaining keys on a GPU: all keys stay in memory, and a mask marks those that remain."""
 
     def __init__(self, keys: Tensor) -> None:
         super().__init__(keys)
+        # Shapes do not depend on the number of remaining keys, so the host never waits to learn it.
         self._is_in = torch.ones_like(keys, dtype=torch.bool)
 
     @override
@@ -188,7 +198,7 @@ class MarkedRemaining(Remaining):
 
 
 def in_portions(matrices: Sequence[Tensor]) -> Iterator[slice]:
-    """Portions of matrices whose keys fit into memory, the same on every rank."""
+    """Yield portions of the matrices whose keys fit into memory, the same on every rank."""
     first, size = 0, 0
     for number, matrix in enumerate(matrices):
         if number > first and size + matrix.numel() > _MOST_AT_ONCE:
@@ -199,109 +209,112 @@ def in_portions(matrices: Sequence[Tensor]) -> Iterator[slice]:
         yield slice(first, len(matrices))
 
 
-def _ordered(keys: Tensor) -> Tensor:
-    """Keys without a sign as numbers with one, in the same order."""
+def _to_signed_order(keys: Tensor) -> Tensor:
+    """Return unsigned keys as signed numbers in the same order."""
     return keys ^ _SIGN
 
 
-_HASH_SIGN = -(1 << 63)
-_BITS = 64
+_SIGN_BIT = -(1 << 63)
+_HASH_BITS = 64
 _GOLDEN, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def drawn(
     config: AnySparsity, matrices: Mapping[str, Tensor], levels: Mapping[str, float], seed: int
 ) -> dict[str, Tensor]:
-    """This rank's shards of the masks. Collective over the axes that shard the matrices.
+    """Return this rank's shards of random masks. Collective over the axes that shard the matrices.
 
     Args:
-        config: its method counts.
-        matrices: by the parameter's name, sharded or not.
-        levels: by the same names; of each so many weights are zero, rounded to a whole number of
-            weights, or of blocks.
-        seed: of the masks.
+        config: the method.
+        matrices: matrices by parameter name, sharded or not.
+        levels: share of zeros by parameter name, rounded to a whole number of weights or blocks.
+        seed: seed of the masks.
     """
     keys = {name: key(seed, text_hash(name)) for name in matrices}
     if isinstance(config, TwoFourConfig):
-        return {name: _two_of_four(m, keys[name]) for name, m in matrices.items()}
+        return {name: _random_two_of_four(m, keys[name]) for name, m in matrices.items()}
     if isinstance(config, BlockConfig):
         return {
-            name: _blocks(m, keys[name], levels[name], config.block) for name, m in matrices.items()
+            name: _random_blocks(m, keys[name], levels[name], config.block)
+            for name, m in matrices.items()
         }
-    return _single_weights(matrices, levels, keys)
+    return _random_weights(matrices, levels, keys)
 
 
 def zeros_of(matrix: Tensor, level: float) -> int:
-    """How many weights of a matrix are zero at that level."""
+    """Return the number of zeros of a matrix at that level."""
     return round(level * matrix.numel())
 
 
-def _single_weights(
+def _random_weights(
     matrices: Mapping[str, Tensor], levels: Mapping[str, float], keys: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """The weights with the smallest hashes, so that those of a lower level are among them."""
+    """Select the weights with the smallest hashes."""
     names = list(matrices)
     masks: list[Tensor] = []
     for portion in in_portions(list(matrices.values())):
         some = [matrices[name] for name in names[portion]]
         hashes = [element_hashes(keys[name], elements(matrices[name])) for name in names[portion]]
+        # By the same hashes at every level, so the zeros of a lower level are among those of a
+        # higher one.
         counts = [zeros_of(matrices[name], levels[name]) for name in names[portion]]
         masks += smallest(some, hashes, counts)
     return dict(zip(names, masks, strict=True))
 
 
-def _blocks(matrix: Tensor, name_key: int, level: float, size: int) -> Tensor:
-    """The blocks with the smallest hashes. There are so few that every rank draws all."""
+def _random_blocks(matrix: Tensor, name_key: int, level: float, size: int) -> Tensor:
+    """Select the blocks with the smallest hashes."""
     num_rows, num_columns = (extent // size for extent in matrix.shape)
+    # There are few blocks, so every rank sorts all of them.
     numbers = torch.arange(num_rows * num_columns, device=local(matrix).device)
-    order = torch.argsort(element_hashes(name_key, numbers) ^ _HASH_SIGN)
-    zero = torch.zeros_like(numbers, dtype=torch.bool)
-    zero[order[: round(level * len(numbers))]] = True
+    order = torch.argsort(element_hashes(name_key, numbers) ^ _SIGN_BIT)
+    is_zero = torch.zeros_like(numbers, dtype=torch.bool)
+    is_zero[order[: round(level * len(numbers))]] = True
     rows, columns = rows_and_columns(matrix)
-    return zero.view(num_rows, num_columns)[rows // size][:, columns // size]
+    return is_zero.view(num_rows, num_columns)[rows // size][:, columns // size]
 
 
-def _two_of_four(matrix: Tensor, name_key: int) -> Tensor:
-    """The two with the smallest hashes of every four neighbours in a row; a rank that has some of
-    the four draws for all."""
-    here = elements(matrix)
-    first = here - here % 4  # rows are multiples of four long
-    own = element_hashes(name_key, here) ^ _HASH_SIGN
-    smaller = torch.zeros_like(here)
+def _random_two_of_four(matrix: Tensor, name_key: int) -> Tensor:
+    """Select the two smallest hashes of every four neighbours in a row."""
+    places = elements(matrix)
+    first = places - places % 4  # rows are multiples of four long
+    hashes = element_hashes(name_key, places) ^ _SIGN_BIT
+    smaller = torch.zeros_like(places)
+    # A rank with some of the four computes the hashes of all, as its shard may divide them.
     for neighbour in range(4):
-        smaller += (element_hashes(name_key, first + neighbour) ^ _HASH_SIGN) < own
+        smaller += (element_hashes(name_key, first + neighbour) ^ _SIGN_BIT) < hashes
     return smaller < 2
 
 
 def element_hashes(key: int, elements: Tensor) -> Tensor:
-    """`hashing.combine(key, elements)`: no two elements of one key have the same."""
+    """Return `hashing.combine(key, elements)`; unique among the elements of a key."""
     return _mix(elements ^ _signed(int(mix(key))))
 
 
 def _mix(values: Tensor) -> Tensor:
-    """`hashing.mix`; sums and products wrap around."""
+    """Return `hashing.mix`. Sums and products wrap around."""
     z = values + _signed(_GOLDEN)
-    z = (z ^ _shifted(z, 30)) * _signed(_M1)
-    z = (z ^ _shifted(z, 27)) * _signed(_M2)
-    return z ^ _shifted(z, 31)
+    z = (z ^ _shift_right(z, 30)) * _signed(_M1)
+    z = (z ^ _shift_right(z, 27)) * _signed(_M2)
+    return z ^ _shift_right(z, 31)
 
 
-def _shifted(values: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros from the left; torch's own repeats the sign."""
-    return (values >> bits) & ((1 << (_BITS - bits)) - 1)
+def _shift_right(values: Tensor, bits: int) -> Tensor:
+    """Shift to the right and fill with zeros; torch's own shift repeats the sign."""
+    return (values >> bits) & ((1 << (_HASH_BITS - bits)) - 1)
 
 
 def _signed(bits: int) -> int:
-    return bits - (1 << _BITS) if bits >> (_BITS - 1) else bits
+    return bits - (1 << _HASH_BITS) if bits >> (_HASH_BITS - 1) else bits
 
 
 _PLACE_BITS = 32
-_LARGEST = 0x7FFFFFFF
-"""The bits of an fp32 number without its sign, at most."""
-_NEVER = -1
-"""The largest key: of elements that are not to be chosen."""
-_LATER = -(1 << 63)
-"""The highest bit of a key."""
+_MAX_MAGNITUDE = 0x7FFFFFFF
+"""Largest magnitude bits of an fp32 number."""
+_NEVER_KEY = -1
+"""Largest key, of elements that must not be selected."""
+_LATER_BIT = -(1 << 63)
+"""Highest bit of a key."""
 
 
 def drop_fraction(config: RiglConfig, step: int, steps: int) -> float:
@@ -318,39 +331,56 @@ def updated(
     masks: Sequence[Tensor],
     counts: Sequence[int],
 ) -> list[Tensor]:
-    """New masks with as many zeros as before. Collective over the axes that shard the matrices.
+    """Return new masks with the same number of zeros. Collective over the axes that shard the
+    matrices.
 
     Args:
         matrices: weights in fp32, sharded or not.
-        gradients: dense and finite, sharded likewise.
-        masks: this rank's shards, true where a weight is held at zero.
-        counts: how many weights of each whole matrix are replaced.
+        gradients: dense and finite gradients with the same sharding.
+        masks: this rank's shards, true if a weight is held at zero.
+        counts: number of weights to replace in each whole matrix.
     """
     places = [elements(matrix) for matrix in matrices]
-    leaving = [
-        torch.where(mask, _NEVER, _by_size(local(matrix)) | place)
+    drop_keys = [
+        # The place in the low bits makes keys unique and decides between equal magnitudes.
+        torch.where(mask, _NEVER_KEY, _magnitude_bits(local(matrix)) | place)
         for matrix, mask, place in zip(matrices, masks, places, strict=True)
     ]
-    free = [
-        mask | gone for mask, gone in zip(masks, smallest(matrices, leaving, counts), strict=True)
+    zeros_after_drop = [
+        mask | is_dropped
+        for mask, is_dropped in zip(masks, smallest(matrices, drop_keys, counts), strict=True)
     ]
-    coming = [
-        torch.where(zero, ((_LARGEST << _PLACE_BITS) - _by_size(local(gradient))) | place, _NEVER)
-        for gradient, zero, place in zip(gradients, free, places, strict=True)
+    grow_keys = [
+        # Inverted magnitudes, so that the smallest key has the largest gradient.
+        torch.where(
+            is_zero,
+            ((_MAX_MAGNITUDE << _PLACE_BITS) - _magnitude_bits(local(gradient))) | place,
+            _NEVER_KEY,
+        )
+        for gradient, is_zero, place in zip(gradients, zeros_after_drop, places, strict=True)
     ]
-    return [zero & ~new for zero, new in zip(free, smallest(matrices, coming, counts), strict=True)]
+    return [
+        is_zero & ~is_grown
+        for is_zero, is_grown in zip(
+            zeros_after_drop, smallest(matrices, grow_keys, counts), strict=True
+        )
+    ]
 
 
 def adapted(matrix: Tensor, mask: Tensor, name_key: int, count: int) -> Tensor:
-    """A mask with `count` zeros made from another one: weights that were zero stay so first, in the
-    order of their hashes, then the smallest of the others become zero. Collective likewise."""
+    """Return a mask with `count` zeros, made from another mask.
+
+    Weights that were zero remain so first, in the order of their hashes. Then the smallest of the
+    other weights become zero. Collective over the axes that shard the matrix.
+    """
     place = elements(matrix)
-    drawn = element_hashes(name_key, place) & (_LARGEST << _PLACE_BITS)
-    keys = torch.where(mask, drawn | place, _LATER | _by_size(local(matrix)) | place)
+    hashes = element_hashes(name_key, place) & (_MAX_MAGNITUDE << _PLACE_BITS)
+    keys = torch.where(mask, hashes | place, _LATER_BIT | _magnitude_bits(local(matrix)) | place)
     return smallest([matrix], [keys], [count])[0]
 
 
-def _by_size(values: Tensor) -> Tensor:
-    """The bits of absolute values, which are in the order of the values, above those of a place."""
+def _magnitude_bits(values: Tensor) -> Tensor:
+    """Return the bits of absolute values, above the bits of a place."""
+    # The bits of positive fp32 numbers have the order of the numbers.
     bits = values.detach().float().abs().contiguous().view(torch.int32)
     return bits.long() << _PLACE_BITS

@@ -1,1 +1,1 @@
-"""One optimizer step: forward, backward, clip, update, and what is recorded of it."""
+"""One optimizer step: forward, backward, clipping, update and the record of it."""

@@ -1,4 +1,4 @@
-"""The exponential average of a model's weights, kept beside them: sharded as they are."""
+"""Exponential moving average of a model's weights, sharded like the weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from elastrata.config import Config
 from elastrata.parallel.sharding import local
 
 AVERAGE = "average"
-"""The part of a checkpoint with the averaged weights."""
-_Place = tuple[str, int, int, torch.Size]
+"""Key of the averaged weights in a checkpoint."""
+_StorageKey = tuple[str, int, int, torch.Size]
 
 
 class AverageConfig(Config):
-    """An exponential average of the weights (Polyak and Juditsky, 1992), which changes nothing of
-    the training."""
+    """An exponential average of the weights (Polyak and Juditsky, 1992). It does not affect the
+    training."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
     """The share of the average that stays in every step; less in a run's first steps, of which step
@@ -32,13 +32,13 @@ class AverageConfig(Config):
 
 
 class WeightAverage:
-    """The average of this rank's shards.
+    """Moving average of this rank's weight shards.
 
     Args:
-        config: how fast it forgets.
-        weights: the model's tensors by name, as checkpoints have them: live, of which some may be
-            the same, as tied ones are.
-        sharded: modules that may hold whole copies of weights for a while.
+        config: the decay.
+        weights: the model's live tensors by their names in checkpoints. Tied weights may appear
+            under several names.
+        sharded: FSDP modules that may keep whole copies of weights gathered for a while.
     """
 
     def __init__(
@@ -48,37 +48,39 @@ class WeightAverage:
         sharded: Sequence[FSDPModule] = (),
     ) -> None:
         self._decay, self._sharded = config.decay, sharded
-        averages: dict[_Place, Tensor] = {}
+        averages: dict[_StorageKey, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._state: dict[str, Tensor] = {}
         for name, weight in weights.items():
             if weight.is_floating_point():
-                place = _place(name, weight)
-                if place not in averages:
-                    averages[place] = torch.empty_like(weight, requires_grad=False)
-                    self._pairs.append((local(averages[place]), local(weight)))
-                self._state[name] = averages[place]
+                storage_key = _storage_key(name, weight)
+                if storage_key not in averages:
+                    averages[storage_key] = torch.empty_like(weight, requires_grad=False)
+                    self._pairs.append((local(averages[storage_key]), local(weight)))
+                self._state[name] = averages[storage_key]
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begins with the weights as they are."""
+        """Initialise the average with the current weights."""
         for average, weight in self._pairs:
             average.copy_(weight)
 
     @torch.no_grad()
     def stepped(self, step: int) -> None:
-        """The weights after that step, counted from 1, come in."""
-        kept = min(self._decay, (1 + step) / (10 + step))
+        """Add the weights after `step` (counted from 1) to the average."""
+        # A short memory at first, so that the random weights of the first steps do not stay in the
+        # average.
+        decay = min(self._decay, (1 + step) / (10 + step))
         averages, weights = zip(*self._pairs, strict=True)
-        torch._foreach_lerp_(averages, weights, 1 - kept)
+        torch._foreach_lerp_(averages, weights, 1 - decay)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The part of a checkpoint with the averages, live."""
+        """Return the live averages, as a part of a checkpoint."""
         return {AVERAGE: dict(self._state)}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Has the averages in the place of the weights while its block runs. Collective."""
+        """Exchange weights and averages while the block runs. Collective."""
         self._exchange()
         try:
             yield
@@ -87,17 +89,18 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        # FSDP2 would otherwise use a gathered copy of the weights from before the exchange.
         for module in self._sharded:
             module.reshard()
         for average, weight in self._pairs:
-            kept = weight.clone()
+            previous = weight.clone()
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(previous)
 
 
-def _place(name: str, tensor: Tensor) -> _Place:
-    """The memory of this rank's shard; the same for tensors that are tied, unless it is empty: then
-    others may lie there, too."""
+def _storage_key(name: str, tensor: Tensor) -> _StorageKey:
+    """Return a key of the memory of this rank's shard. Tied tensors have the same key."""
     shard = local(tensor)
+    # Empty shards of different tensors may have the same address, so their key includes the name.
     own = "" if shard.numel() else name
     return own, shard.untyped_storage()._cdata, int(shard.storage_offset()), shard.shape

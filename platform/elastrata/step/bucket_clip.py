@@ -1,9 +1,8 @@
-"""Clipping by bucket, inside the backward pass or after it.
+"""Clipping by bucket, during the backward pass or after it.
 
-The idea of clipping each bucket where its reduction is, so that it overlaps the backward pass of
-the buckets still to come, is that of "Breaking MLPerf Training: optimizing BERT" (arXiv
-2402.02447), which clips before the reduction (`LocalBucketClip`). The limits, the bounds and the
-clipping after the reduction (`ReducedBucketClip`) are ours.
+"Breaking MLPerf Training: optimizing BERT" (arXiv 2402.02447) clips each bucket before its
+reduction, which overlaps with the backward pass of the remaining buckets (`LocalBucketClip`). The
+limits, the bounds and clipping after the reduction (`ReducedBucketClip`) are new in this project.
 """
 
 from __future__ import annotations
@@ -34,33 +33,37 @@ from elastrata.step.norms import (
 )
 
 RANGE = "elastrata::clip_bucket"
-"""The name in a profile of the clipping of one bucket."""
+"""Name of one bucket's clipping in a profile."""
 _ROOM = 1e-6
-"""Clipped to this share below the limit: fp32 rounds a product by up to 6e-8 of it."""
+"""Gradients are scaled to this share below the limit: fp32 rounds a product by up to 6e-8 of it."""
 
 
 def bucket_limits(num_parameters: Sequence[int], max_norm: float) -> list[float]:
-    """The limits of the buckets' 2-norms: in proportion to the root of their parameters.
+    """Return the limit of each bucket's 2-norm, in proportion to the root of its number of
+    parameters.
 
-    Their squares add up to `max_norm` squared, so buckets within them make a gradient within
-    `max_norm`. A gradient of one mean size everywhere is scaled as `global_norm` would, and what
-    a part of the model may have does not depend on how finely it is cut into buckets.
+    The squares of the limits add up to `max_norm` squared, so the whole gradient stays within
+    `max_norm` if every bucket stays within its limit. A gradient with elements of equal mean size
+    is scaled as `global_norm` would scale it. The limit of a part of the model does not depend on
+    the number of buckets that it is divided into.
     """
     total = sum(num_parameters)
     return [max_norm * math.sqrt(number / total) for number in num_parameters]
 
 
 def scale_down(gradient: Tensor, norm: Tensor, limit: float) -> None:
-    """Scales in place to a 2-norm of `limit`, where it is above; else changes no bit.
+    """Scale a gradient in place to the 2-norm `limit` if `norm` exceeds it; otherwise change no
+    bit.
 
-    What is not finite stays so: NaN is not above any limit, and infinity times zero is NaN.
+    Values that are not finite remain so: NaN is not above any limit, and infinity times zero is
+    NaN.
     """
     gradient.mul_(torch.where(norm > limit, limit * (1 - _ROOM) / norm, 1.0))
 
 
 @dataclass(frozen=True)
 class BlockBucket:
-    """A block, which is a bucket, with its limit."""
+    """A block of the model as one bucket, with its limit."""
 
     module: FSDPModule
     parameters: Sequence[nn.Parameter]
@@ -69,21 +72,22 @@ class BlockBucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """The buckets of a model, or what a rank's stages have of them, with their limits."""
+    """The buckets of a model, or of a rank's pipeline stages, with their limits."""
 
     model: nn.Module
     blocks: Sequence[BlockBucket]
     rest: Sequence[nn.Parameter]
-    """The parameters of no block: one bucket, which may lie in several stages."""
+    """Parameters outside of all blocks: one bucket, which several stages may share."""
     counted: Sequence[nn.Parameter]
-    """Parameters of `rest` that no other stage counts."""
+    """Parameters of `rest` that this rank's stages count, so that each counts once."""
     rest_limit: float
     pipeline: StageRanks | None
-    """The ranks that have the stages between them; None: there are none."""
+    """Ranks of the pipeline; None without one."""
 
     @property
     def modules(self) -> Iterator[tuple[FSDPModule, float]]:
-        """The modules that are buckets, with their limits. In a pipeline the rest is in none."""
+        """Yield the modules that are buckets, with their limits. In a pipeline, no module is the
+        rest."""
         for block in self.blocks:
             yield block.module, block.limit
         if isinstance(self.model, FSDPModule):
@@ -91,12 +95,13 @@ class Buckets:
 
 
 def buckets_of(model: nn.Module, max_norm: float, pipeline: StageRanks | None = None) -> Buckets:
-    """The buckets, with `bucket_limits`. Collective over the ranks of a pipeline.
+    """Return the model's buckets with their `bucket_limits`. Collective over the ranks of a
+    pipeline.
 
     Args:
         model: as `parallelize` returned it, or this rank's stages.
-        max_norm: of the whole model.
-        pipeline: the ranks that have its stages between them; None: there are no stages.
+        max_norm: limit of the whole model's norm.
+        pipeline: ranks of the pipeline; None without one.
     """
     modules = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     inner = [list(cast(nn.Module, module).parameters()) for module in modules]
@@ -107,9 +112,12 @@ def buckets_of(model: nn.Module, max_norm: float, pipeline: StageRanks | None = 
     sizes = [_size(parameters) for parameters in inner]
     in_blocks, in_rest = sum(sizes), _size(counted)
     if pipeline is not None:
+        # Every rank knows the sizes of its own stages only.
         totals = torch.tensor([in_blocks, in_rest], device=next(model.parameters()).device)
         dist.all_reduce(totals, group=pipeline.group)
         in_blocks, in_rest = totals.tolist()
+    # The last number stands for the blocks of other stages, so that the limits are those of the
+    # whole model.
     *limits, rest_limit, _ = bucket_limits([*sizes, in_rest, in_blocks - sum(sizes)], max_norm)
     return Buckets(
         model=model,
@@ -122,12 +130,12 @@ def buckets_of(model: nn.Module, max_norm: float, pipeline: StageRanks | None = 
 
 
 class ReducedBucketClip:
-    """Clips each bucket's gradient once it is summed over the ranks, to `bucket_limits`: a `Clip`.
+    """A `Clip` that scales each bucket to its limit as soon as it is summed over the ranks.
 
-    Bound: a bucket is never above its limit, so the whole is never above `max_norm`. Up to
-    rounding it is the same at any world size and in any layout. Costs a message of one number per
-    bucket, with tensor parallelism a second one, which overlap the backward pass of the buckets
-    still to come.
+    No bucket exceeds its limit, so the whole gradient never exceeds `max_norm`. Up to rounding, the
+    result is the same at any world size and in any layout. Each bucket costs a message of one
+    number, and a second one with tensor parallelism. These messages overlap with the backward pass
+    of the remaining buckets.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -137,15 +145,15 @@ class ReducedBucketClip:
             module.set_all_reduce_hook(partial(self._clip, BucketNorm(module, groups), limit))
 
     def before_backward(self, share: float) -> None:
-        """Forgets the norms of the step before."""
+        """Forget the norms of the previous step."""
         self._norms.clear()
 
     def after_backward(self) -> Tensor:
-        """The norm before clipping, from those of the buckets."""
+        """Return the norm before clipping, computed from the norms of the buckets."""
         return tensor_norm(torch.stack(self._norms))
 
     def _clip(self, measure: BucketNorm, limit: float, gradient: Tensor) -> None:
-        """`gradient`: this rank's shard of a bucket, flat, summed over all ranks."""
+        """Clip this rank's shard of a bucket: flat, and already summed over all ranks."""
         with record_function(RANGE):
             norm = measure(gradient)
             self._norms.append(norm)
@@ -153,13 +161,13 @@ class ReducedBucketClip:
 
 
 class LateBucketClip:
-    """Clips each bucket's gradient once the backward pass is over, where `ReducedBucketClip`, which
-    does so inside it, would see another gradient: a `Clip`.
+    """A `Clip` that scales each bucket to its limit after the backward pass.
 
-    So it is where gradients of weights at zero are then taken out of it, and in a pipeline, where
-    the first and the last stage have parts of one bucket, and of a tied embedding's gradient. The
-    bound is that of `ReducedBucketClip`. Costs a message for each axis of the mesh, of a number for
-    each bucket, and one of two numbers in a pipeline.
+    It replaces `ReducedBucketClip` if the gradient is not final during the backward pass: if
+    gradients of masked weights are zeroed afterwards, or in a pipeline, whose first and last stage
+    share a bucket and the gradient of a tied embedding. The bound is that of `ReducedBucketClip`.
+    It costs one message per mesh axis, of one number per bucket, and in a pipeline another one of
+    two numbers.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -167,10 +175,10 @@ class LateBucketClip:
         self._device = next(buckets.model.parameters()).device
 
     def before_backward(self, share: float) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def after_backward(self) -> Tensor:
-        """The norm before clipping, from those of the buckets."""
+        """Clip all buckets and return the norm before clipping."""
         blocks, pipeline = self._buckets.blocks, self._buckets.pipeline
         counted = [*(block.parameters for block in blocks), self._buckets.counted]
         norms = gradient_norms([_gradients(bucket) for bucket in counted]).to(self._device)
@@ -184,18 +192,22 @@ class LateBucketClip:
 
 
 class LocalBucketClip:
-    """Clips this rank's part of each bucket's gradient before it is summed, without a message; with
-    tensor parallelism the part of the ranks that share their samples, with one of one number. In a
-    pipeline the bucket that lies in several stages is clipped like a `LateBucketClip`. A `Clip`.
+    """A `Clip` that scales this rank's part of each bucket before the sum over ranks, without a
+    message.
 
-    The losses of all ranks are divided by the global weight already, so rank r's part weighs its
-    share s_r, and its limit is s_r times that of `bucket_limits`. Bound: by the triangle
-    inequality a bucket's sum is within sum_r s_r = 1 times its limit, so the whole is never above
-    `max_norm`. Parts are noisier than their sum: the more ranks, the more is clipped.
+    With tensor parallelism the part is that of the ranks that share their samples, at the cost of a
+    message of one number. In a pipeline, the bucket that several stages share is clipped as by
+    `LateBucketClip`.
+
+    The losses of all ranks are already divided by the global weight. The part of rank r therefore
+    has its share s_r of the weight, and its limit is s_r times that of `bucket_limits`. By the
+    triangle inequality the sum of a bucket stays within sum_r s_r = 1 times its limit, so the whole
+    gradient never exceeds `max_norm`. Parts are noisier than their sum, so more is clipped at more
+    ranks.
 
     Raises:
-        ValueError: every rank holds a whole copy of the model. FSDP2 then has no reduce-scatter,
-            and offers no place before its all-reduce.
+        ValueError: every rank has a whole copy of the model. FSDP2 then runs no reduce-scatter, and
+            has no hook before its all-reduce.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -208,29 +220,30 @@ class LocalBucketClip:
             raise ValueError("clip.scope: local: expected at least two workers per copy of a model")
         for module, limit in buckets.modules:
             clip = partial(self._clip, BucketNorm(module, groups), limit)
-            if dp_size == 1:  # FSDP2 calls no reduce-scatter, and part and sum are the same
+            # FSDP2 runs no reduce-scatter on a single rank, and the part is the sum.
+            if dp_size == 1:
                 module.set_all_reduce_hook(clip)
             else:
                 module.set_custom_reduce_scatter(_ClippedReduceScatter(clip))
 
     def before_backward(self, share: float) -> None:
-        """Limits this rank's parts to their share."""
+        """Set this rank's share of the limits."""
         self._share = share
 
     def after_backward(self) -> Tensor:
-        """The norm after clipping: before it, no rank knows the sum."""
+        """Return the norm after clipping: no rank knows the sum before it."""
         if self._rest:
             self._rest.after_backward()
         return self._norm()
 
     def _clip(self, measure: BucketNorm, limit: float, gradient: Tensor) -> None:
-        """`gradient`: this rank's part of a bucket, flat, of all its micro-batches."""
+        """Clip this rank's part of a bucket: flat, and summed over its micro-batches."""
         with record_function(RANGE):
             scale_down(gradient, measure(gradient), limit * self._share)
 
 
 class _ClippedReduceScatter(DefaultReduceScatter):
-    """FSDP2's reduce-scatter of one bucket, with its input clipped before."""
+    """FSDP2's reduce-scatter of one bucket, which clips its input first."""
 
     def __init__(self, clip: Callable[[Tensor], None]) -> None:
         self._clip = clip
@@ -248,12 +261,12 @@ class _ClippedReduceScatter(DefaultReduceScatter):
 
 
 def _mesh(model: nn.Module) -> DeviceMesh:
-    """The mesh that shards the model's parameters."""
+    """Return the mesh that shards the model's parameters."""
     return next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
 
 
 def _groups(mesh: DeviceMesh, *axes: str) -> list[dist.ProcessGroup]:
-    """The ranks along each of these axes that the mesh has."""
+    """Return this rank's group along each of those axes that the mesh has."""
     return [mesh.get_group(axis) for axis in axes if axis in (mesh.mesh_dim_names or ())]
 
 

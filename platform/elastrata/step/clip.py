@@ -1,4 +1,4 @@
-"""Gradient clipping: a choice in the recipe, and what carries it out."""
+"""Gradient clipping: the configuration and the whole-gradient clip."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from elastrata.step.norms import (
 )
 
 _EPSILON = 1e-6
-"""Added to the norm that the gradient is divided by, as PyTorch does."""
+"""Added to the norm that gradients are divided by, as PyTorch does."""
 
 
 class ClipConfig(Config):
@@ -49,17 +49,18 @@ class Clip(Protocol):
     """Clips the gradient of one step, during or after its backward passes."""
 
     def before_backward(self, share: float) -> None:
-        """Once per step, before its first backward pass.
+        """Prepare for a step, before its first backward pass.
 
         Args:
-            share: of this rank in the weight of the global batch; over all ranks they add up to 1.
+            share: this rank's share of the weight of the global batch. The shares of all ranks add
+                up to 1.
         """
 
     def after_backward(self) -> Tensor:
-        """Finishes clipping and returns the 2-norm of the global batch's gradient, a scalar.
+        """Finish clipping and return the 2-norm of the global batch's gradient, a scalar.
 
-        The norm before clipping; that of what is left of it with `scope=local`. Not finite where
-        the gradient of any rank is not. Collective, and the same on every rank.
+        The norm is that before clipping, or after it with `scope=local`. It is not finite if the
+        gradient of any rank is not. Collective; all ranks return the same value.
         """
 
 
@@ -71,21 +72,20 @@ def build_clip(
     late: bool = False,
     pipeline: StageRanks | None = None,
 ) -> Clip:
-    """The clip of a model's gradient; may set hooks on the model. Collective over the ranks of a
-    pipeline.
+    """Build the clip of a model's gradient. Collective over the ranks of a pipeline.
+
+    The clip may register hooks on the model.
 
     Args:
-        config: how to clip.
+        config: the method and its limit.
         model: as `parallelize` returned it, or this rank's stages.
-        ordered: whether no bit of the norm may depend on how the parameters are sharded; not with
-            bucketwise.
-        late: whether the gradient is what is to be clipped only once all backward passes are over,
-            as where weights' gradients are zeroed, or sums of micro-batches added up; not with
-            `scope=local`.
-        pipeline: the ranks that have all stages; None: there are none.
+        ordered: whether the norm must be equal to the bit for every sharding; not with bucketwise.
+        late: whether the gradient is final only after all backward passes, because gradients are
+            zeroed or sums of micro-batches added afterwards; not with `scope=local`.
+        pipeline: ranks of the pipeline; None without one.
 
     Raises:
-        ValueError: `scope=local` where every rank holds a whole copy of the model, or its stages.
+        ValueError: `scope=local` with a whole copy of the model, or of its stages, on every rank.
     """
     if config.method != "bucketwise":
         max_norm = config.max_norm if config.method == "global_norm" else None
@@ -98,13 +98,13 @@ def build_clip(
 
 
 class WholeClip:
-    """Scales the whole gradient after the backward pass, by its norm; no limit: measures only.
+    """Scales the whole gradient by its norm after the backward pass.
 
     Args:
-        model: this rank's, or its stages.
-        max_norm: the limit, or none.
-        measure: the norm of what this rank's stages have.
-        pipeline: the ranks that have all stages; None: there are none.
+        model: this rank's model or stages.
+        max_norm: the limit; None: only measure the norm.
+        measure: computes the norm of the gradients of this rank's stages.
+        pipeline: ranks of the pipeline; None without one.
     """
 
     def __init__(
@@ -119,15 +119,15 @@ class WholeClip:
         self._norm = ModelNorm(model, measure, pipeline)
 
     def before_backward(self, share: float) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def after_backward(self) -> Tensor:
-        """The norm before clipping."""
+        """Scale the gradient and return its norm before clipping."""
         norm = self._norm()
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
         if self._max_norm is not None and gradients:
-            # As `torch.nn.utils.clip_grads_with_norm_`, whose DTensors took a seventh of a
-            # rehearsal on a mesh of three axes.
+            # Local shards: `torch.nn.utils.clip_grads_with_norm_` computes the same on DTensors,
+            # which took a seventh of a rehearsal's time on a mesh of three axes.
             scale = torch.clamp(self._max_norm / (norm + _EPSILON), max=1.0)
             torch._foreach_mul_(gradients, scale)
         return norm

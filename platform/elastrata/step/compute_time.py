@@ -1,5 +1,4 @@
-"""Own time: the seconds that a rank itself takes for its passes, without those that it waits for
-other ranks."""
+"""Compute time: the seconds of a rank's passes, without the time it waits for other ranks."""
 
 from __future__ import annotations
 
@@ -17,46 +16,48 @@ from typing_extensions import override
 from elastrata.device.device_transfer import DeviceSpan
 from elastrata.step.step_message import Effort
 
-_SCHEDULER = Path("/proc/thread-self/schedstat")
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class OwnTime(Protocol):
-    """Measures the passes of every step."""
+    """Measures the compute time of the passes of every step."""
 
     def begin(self) -> None:
-        """The passes of a step begin."""
+        """Start measuring the passes of a step."""
 
     def effort(self, work: float) -> Effort:
-        """The rank's share in the passes of the newest step that is measured by now."""
+        """Return the rank's effort in the newest step whose measurement is available."""
 
     def close(self) -> None:
-        """Nothing more is measured."""
+        """Stop measuring and release all resources."""
 
 
 def own_time(device: torch.device, blocks: Sequence[nn.Module]) -> OwnTime:
-    """Of a rank on that device, whose model has these blocks; without any, that of the thread on a
-    CPU, and nothing on a GPU."""
+    """Return the measurement for a rank on `device` whose model has these blocks.
+
+    Without blocks, it measures the thread's time on a CPU, and nothing on a GPU.
+    """
     if device.type == "cpu":
         return BlockTime(blocks, ClockSpan) if blocks else ThreadTime()
+    # Blocks are alike: the first one is enough to compare ranks.
     return BlockTime(blocks[:1], DeviceSpan, is_late=True)
 
 
 class ThreadTime(OwnTime):
-    """Seconds of the thread that this is made in.
+    """Measures the seconds of the thread that creates it.
 
-    On Linux those on a CPU, and those in which the thread could have run and another one did. A
-    thread that waits for other ranks sleeps, which counts in neither; nor does, with some kernels,
-    the time that a quota takes. Elsewhere those on a CPU alone.
+    On Linux it counts the time on a CPU and the time that the thread was runnable while another
+    thread ran. On other systems it counts the time on a CPU only.
     """
 
     def __init__(self) -> None:
         self._file: int | None = None
         try:
-            self._file = os.open(_SCHEDULER, os.O_RDONLY)
+            self._file = os.open(_SCHEDSTAT, os.O_RDONLY)
         except OSError:
             self._clock: Callable[[], float] = time.thread_time
         else:
-            self._clock = self._by_scheduler
+            self._clock = self._read_scheduler
         self._began = 0.0
 
     @override
@@ -73,25 +74,27 @@ class ThreadTime(OwnTime):
             os.close(self._file)
             self._file, self._clock = None, time.thread_time
 
-    def _by_scheduler(self) -> float:
+    def _read_scheduler(self) -> float:
         assert self._file is not None
+        # A thread that waits for other ranks sleeps, and sleep is in neither number. Some kernels
+        # also leave out the time that a CPU quota takes.
         on_cpu, waiting, _ = os.pread(self._file, 100, 0).split()
         return (int(on_cpu) + int(waiting)) / 1e9
 
 
 class Span(Protocol):
-    """Begins when it is made."""
+    """An interval that begins when the object is created."""
 
     def end(self) -> None:
-        """It ends here."""
+        """End the interval."""
 
     @property
     def seconds(self) -> float:
-        """From its begin to its end."""
+        """Length of the interval."""
 
 
 class ClockSpan(Span):
-    """Seconds by the clock."""
+    """An interval of wall-clock time."""
 
     def __init__(self) -> None:
         self._began = self._ended = time.perf_counter()
@@ -107,13 +110,15 @@ class ClockSpan(Span):
 
 
 class BlockTime(OwnTime):
-    """Seconds in the forward passes of blocks, after their parameters have come: nothing in there
-    waits for ranks of other samples, and whatever keeps a rank from computing counts.
+    """Measures the seconds of the blocks' forward passes, once their parameters are gathered.
+
+    Nothing inside of a block waits for ranks with other samples, and everything that slows a rank's
+    computation counts.
 
     Args:
-        blocks: of the model; none: nothing is measured.
-        span: measures one pass.
-        is_late: whether spans are read a step later, when a GPU has done them.
+        blocks: blocks of the model to measure; empty: measures nothing.
+        span: creates the interval of one forward pass.
+        is_late: whether to read intervals one step later, when a GPU has finished them.
     """
 
     def __init__(
@@ -121,19 +126,21 @@ class BlockTime(OwnTime):
     ) -> None:
         self._span, self._is_late = span, is_late
         self._spans: list[Span] = []
-        self._before = Effort(0.0, 0.0)
+        self._previous_effort = Effort(0.0, 0.0)
         self._work = 0.0
-        self._hooks = [hook for block in blocks for hook in self._hooked(block)]
+        self._hooks = [hook for block in blocks for hook in self._register_hooks(block)]
 
     @override
     def begin(self) -> None:
-        self._before = self._sum() if self._is_late else self._before
+        # The host is ahead of the GPU: only the intervals of the previous step are certain to be
+        # complete.
+        self._previous_effort = self._sum() if self._is_late else self._previous_effort
         self._spans = []
 
     @override
     def effort(self, work: float) -> Effort:
         self._work = work
-        return self._before if self._is_late else self._sum()
+        return self._previous_effort if self._is_late else self._sum()
 
     def _sum(self) -> Effort:
         return Effort(sum(span.seconds for span in self._spans), self._work)
@@ -143,16 +150,16 @@ class BlockTime(OwnTime):
         for hook in self._hooks:
             hook.remove()
 
-    def _hooked(self, block: nn.Module) -> Sequence[RemovableHandle]:
+    def _register_hooks(self, block: nn.Module) -> Sequence[RemovableHandle]:
         return (
-            block.register_forward_pre_hook(self._enter),
-            block.register_forward_hook(self._leave),
+            block.register_forward_pre_hook(self._start_span),
+            block.register_forward_hook(self._end_span),
         )
 
-    def _enter(self, block: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled():
+    def _start_span(self, block: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled():  # not in evaluations
             self._spans.append(self._span())
 
-    def _leave(self, block: nn.Module, inputs: Any, output: Any) -> None:
+    def _end_span(self, block: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled() and self._spans:
             self._spans[-1].end()

@@ -1,4 +1,4 @@
-"""Evaluation on held-out data: the same batches, masks and sums every time, at any world size."""
+"""Evaluation on held-out data: equal batches, masks and sums every time, at any world size."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.speeds import RankKinds
 
 EVALUATION_SEED = 0
-"""Fixed, so that runs of different seeds are evaluated on the same predictions."""
+"""A constant, so that runs with different seeds are evaluated on the same predictions."""
 OWN = ""
-"""In place of a name: what is held out of the run's data, or the set of `evaluation.path`."""
+"""Name of the run's own held-out set: that of its data, or of `evaluation.path`."""
 
 
 class NamedSet(Config):
@@ -71,14 +71,14 @@ class EvaluationConfig(Config):
 def evaluation_due(
     config: EvaluationConfig, *, step: int, steps: int, samples: int, batch_samples: int
 ) -> bool:
-    """Whether the model is evaluated after that step.
+    """Return whether the model is evaluated after a step.
 
     Args:
-        config: when.
-        step: steps done, that one included.
-        steps: of the whole run; there is always an evaluation after the last one.
-        samples: seen since the run began, those of that step included.
-        batch_samples: in that step.
+        config: the intervals.
+        step: number of finished steps, this one included.
+        steps: steps of the whole run; the last one is always followed by an evaluation.
+        samples: samples seen since the run began, including those of this step.
+        batch_samples: samples of this step.
     """
     if step == steps:
         return True
@@ -88,31 +88,31 @@ def evaluation_due(
 
 
 def evaluation_metrics(workload: Workload, sets: Iterable[NamedSet] = ()) -> list[str]:
-    """Names of the metrics that every evaluation of this workload reports, on its own data and on
-    further sets."""
+    """Return the names of the metrics that an evaluation of this workload reports, over all
+    sets."""
     names = ["loss", *workload.metrics()]
     places = ["eval", *(f"eval/{one.name}" for one in sets)]
     return [f"{place}/{name}" for place in places for name in names]
 
 
 def evaluated(step: int, losses: Mapping[str, StepLoss], seconds: float) -> Evaluated:
-    """What an evaluation tells."""
-    metrics = _values(losses[OWN])
+    """Return the `Evaluated` event for the losses of all held-out sets."""
+    metrics = _metrics_of(losses[OWN])
     for name, loss in losses.items():
         if name != OWN:
-            told = {"loss": loss.total, **_values(loss)}
-            metrics |= {f"{name}/{metric}": value for metric, value in told.items()}
+            set_metrics = {"loss": loss.total, **_metrics_of(loss)}
+            metrics |= {f"{name}/{metric}": value for metric, value in set_metrics.items()}
     return Evaluated(step=step, loss=losses[OWN].total, metrics=metrics, seconds=seconds)
 
 
-def _values(loss: StepLoss) -> dict[str, float]:
+def _metrics_of(loss: StepLoss) -> dict[str, float]:
     return {**{f"{term}_loss": value for term, value in loss.terms.items()}, **loss.metrics}
 
 
 def held_out_step(
     batches: Batches, *, samples: int, rank: int, num_ranks: int, kinds: RankKinds = ()
 ) -> RankStep:
-    """This rank's part of the held-out data. All ranks get equally many micro-batches.
+    """Return this rank's part of the held-out data. All ranks get the same number of micro-batches.
 
     Raises:
         UserError: a shard is missing or damaged.
@@ -138,7 +138,8 @@ def evaluate(
     *,
     is_primary: bool = True,
 ) -> StepLoss:
-    """Mean loss and metrics over the held-out data. Collective; the model trains on after it."""
+    """Return the mean loss and metrics over held-out data. Collective; training can continue
+    after it."""
     batches = [
         workload.collate(rows, vocabulary, EVALUATION_SEED).to(device) for rows in micro_batches
     ]

@@ -1,5 +1,4 @@
-"""What driver and workers tell each other: commands to workers, events of workers, and the
-exceptions that end a run."""
+"""Messages between driver and workers: actions, events, and the exceptions that end a run."""
 
 from __future__ import annotations
 
@@ -12,31 +11,32 @@ from elastrata.step.records import StepRecord
 
 
 class Action(IntEnum):
-    """An instruction to the workers for when their step is done. Of two the larger one counts."""
+    """An action of the workers after their current step. The largest requested one counts."""
 
     GO_ON = 0
     SAVE = 1
-    """Take a durable checkpoint and go on: a node is about to go, and there is no other."""
+    """Save a durable checkpoint and continue training: a node will leave, and there is no
+    replacement."""
     HALT = 2
-    """Take a durable checkpoint and wait for the end: another group of workers takes over."""
+    """Save a durable checkpoint and wait for the end: another group of workers takes over."""
     STOP = 3
-    """Take a durable checkpoint and end the run."""
+    """Save a durable checkpoint and end the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlSignal:
-    """One request. Rank 0 hears of it, and the step's own reduction tells all ranks at once."""
+    """One request. Rank 0 receives it, and the reduction of the next step sends it to all ranks."""
 
     action: Action
     reason: str
     """`resize`, `drain` or `stop`."""
     text: str
-    """For people, in one line."""
+    """A one-line description for users."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """The driver hands the run over to Ray Train."""
+    """The driver has started Ray Train."""
 
     seconds: Mapping[str, float]
     """Seconds since the launch, by phase."""
@@ -44,22 +44,22 @@ class Launched:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A group of workers is ready to take its first step."""
+    """A group of workers is ready for its first step."""
 
     attempt: int
     world_size: int
     step: int
-    """Steps done in the state it continues from."""
+    """Number of finished steps in the restored state."""
     state: str
-    """Where that state comes from: `new`, `hot` (the memory of other processes) or `durable`."""
+    """Source of the restored state: `new`, `hot` (memory of other processes) or `durable`."""
     pids: Mapping[int, tuple[str, int]]
-    """Node id and process id of every rank."""
+    """Node id and process id by rank."""
     seconds: Mapping[str, float]
     """Seconds since the worker's function was called, by phase."""
     stayed: int = 0
-    """Workers that were in a group before this one, and kept their processes."""
+    """Number of workers that were in the previous group and kept their processes."""
     spare_bytes: int = 0
-    """Memory of the idle processes that wait on all nodes for the next group."""
+    """Memory of the idle processes on all nodes that wait for the next group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Evaluated:
     seconds: float
 
     def to_metrics(self) -> dict[str, float]:
-        """The values to track, by metric name."""
+        """Return the metrics to track, by name."""
         return {
             "eval/loss": self.loss,
             **{f"eval/{name}": value for name, value in self.metrics.items()},
@@ -86,42 +86,42 @@ class Committed:
     step: int
     uri: str
     evaluation_loss: float | None
-    """The loss after this very step, where it was evaluated."""
+    """Loss after this step; None if this step was not evaluated."""
 
     def to_metrics(self) -> dict[str, float]:
-        """The values to record beside the checkpoint."""
+        """Return the metrics to record with the checkpoint."""
         return {} if self.evaluation_loss is None else {"eval/loss": self.evaluation_loss}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Removed:
-    """An old checkpoint was deleted, to keep no more than the recipe asks for."""
+    """An old checkpoint was deleted, because the recipe keeps no more of them."""
 
     uri: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stalled:
-    """Taking the checkpoint of `step` kept the training waiting."""
+    """Training had to wait while the checkpoint of `step` was taken."""
 
     step: int
     seconds: float
 
     def to_metrics(self) -> dict[str, float]:
-        """The values to track, by metric name."""
+        """Return the metrics to track, by name."""
         return {"perf/seconds_of_checkpoint_stall": self.seconds}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """Rank 0 knows of a request; all ranks hear of it with the step that comes."""
+    """Rank 0 has received a request. All ranks receive it in the next step."""
 
     action: Action
 
 
 @dataclass(frozen=True, kw_only=True)
 class Halted:
-    """The workers have saved the state after `step` and take no more steps, as they were asked."""
+    """The workers have saved the state after `step` and take no more steps, as requested."""
 
     step: int
     reason: str
@@ -131,69 +131,71 @@ class Halted:
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """A group of workers is gone that was not asked to go."""
+    """A group of workers ended without a request."""
 
     text: str
     ranks: tuple[int, ...]
-    """Ranks that failed; empty where the whole group did not start or did not answer."""
+    """Ranks that failed; empty if the whole group did not start or did not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Substituted:
-    """Something the recipe asks for is not there, and something else is used, in one line. Every
-    group of workers says so; the user hears of it once."""
+    """The cluster lacks something that the recipe requires, and a substitute is used.
+
+    Every group of workers reports it; the user sees it once.
+    """
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Values, from `step` on, of the keys that the recipe leaves open (`auto`)."""
+    """Values, from `step` on, of the keys that are `auto` in the recipe."""
 
     step: int
     micro_batch_tokens: int
-    """Of the kind of worker that has most."""
+    """The largest value among the kinds of workers."""
     activation_checkpointing: str
     gradient_sync: str = "step"
     micro_batch_tokens_by_kind: Mapping[str, int] = field(default_factory=dict)
-    """Of each kind, where they differ."""
+    """Values by kind of worker, if they differ."""
     text: str
-    """Why, in a few words."""
+    """Reason of the choice, in a few words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paced:
-    """The ranks have other paces than they are dealt to by: steps that are still to be read are to
-    be dealt by these."""
+    """The speeds of the ranks have changed: steps that are not read yet are dealt by the new
+    ones."""
 
     step: int
-    """The last one that is done."""
+    """The last finished step."""
     speeds: tuple[int, ...]
-    """Of the data ranks, the fastest one's being 256."""
+    """Relative speed of each data rank; the fastest one has 256."""
     paces: tuple[float, ...]
-    """By rank, work by second; 0 where it is not known."""
+    """Work per second by rank; 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slowed:
-    """A rank is slower than the others of its kind, beyond noise; or is so no more."""
+    """A rank is slower than others of its kind by more than noise, or has recovered."""
 
     step: int
-    """The last one that is done."""
+    """The last finished step."""
     rank: int
     node: str
-    """Its id."""
+    """Id of the node."""
     host: str
     device: str
     factor: float
-    """Its pace over the median of the others that have the same kind of device."""
+    """Pace of the rank over the median pace of the other ranks with the same kind of device."""
     since: int
-    """The step since which it has this pace."""
+    """The first step with this pace."""
     is_over: bool = False
 
     @property
     def text(self) -> str:
-        """In one line."""
+        """Description in one line."""
         who = f"rank {self.rank} ({self.host}, {self.device})"
         if self.is_over:
             return f"{who} is as fast as its kind again, since step {self.since}"
@@ -202,25 +204,25 @@ class Slowed:
 
 @dataclass(frozen=True, kw_only=True)
 class RanOut:
-    """A choice of `auto` needed more memory than a device has: such groups take smaller ones."""
+    """A choice of `auto` exceeded a device's memory. Groups of this kind then choose less."""
 
     group: str
-    """The kind of group: its layout, and the phase."""
+    """Kind of the group: its layout and the phase."""
     choice: Mapping[str, Any]
-    """Values of the recipe's keys of these names."""
+    """Values by recipe key."""
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warned:
-    """Something the user should know, in one line; the run goes on."""
+    """A one-line warning for the user. The run continues."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """The input cannot work: the run ends."""
+    """The input is invalid and the run ends."""
 
     problems: tuple[str, ...]
 
@@ -247,16 +249,20 @@ Event = (
 
 
 class TrainingError(Exception):
-    """Training ended before its last step; says how, in one line. Trying again cannot help."""
+    """Training ended before its last step, for the reason in its message. A retry cannot help."""
 
 
 class ControllerLostError(TrainingError):
-    """The workers' controller is gone, and they with it. Another controller may go on."""
+    """The workers' controller has ended, and the workers with it. Another controller may
+    continue."""
 
 
 class RanOutError(Exception):
-    """A step ran out of a device's memory, and the next group of workers has a choice that needs
-    less. `told` says which choice it was."""
+    """A step exceeded a device's memory, and the next group of workers has a choice that needs
+    less.
+
+    `told` describes the choice that failed.
+    """
 
     def __init__(self, told: RanOut) -> None:
         super().__init__(told)
@@ -266,5 +272,5 @@ class RanOutError(Exception):
         return self.told.text
 
 
-class Stopped(Exception):  # noqa: N818  it is the end that was asked for, not an error
-    """The workers have saved their state and stopped, as they were asked to."""
+class Stopped(Exception):  # noqa: N818  a requested end, not an error
+    """The workers have saved their state and stopped, as requested."""

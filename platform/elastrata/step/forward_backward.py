@@ -1,5 +1,4 @@
-"""How micro-batches pass through a model: one after the other, or through the stages of a
-pipeline (`pipeline.py`)."""
+"""Forward and backward passes over micro-batches: one after the other, or through a pipeline."""
 
 from __future__ import annotations
 
@@ -19,39 +18,39 @@ class ForwardBackward(Protocol):
     """Runs a model over this rank's micro-batches of a step."""
 
     def ready(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Prepares micro-batches for the model."""
+        """Prepare micro-batches for the model."""
         return list(batches)
 
     def train(
         self, batches: Sequence[Batch], weights: Mapping[str, float], *, rounds: int
     ) -> list[Loss]:
-        """Forward and backward; gradients are then summed over all ranks. Collective.
+        """Run forward and backward, and sum the gradients over all ranks. Collective.
 
         Args:
-            batches: from `ready`; all ranks have equally many.
-            weights: per loss term the weight of the *global* batch.
-            rounds: the gradient is reduced so many times, after equally many micro-batches each.
+            batches: micro-batches from `ready`, the same number on all ranks.
+            weights: weight of the *global* batch by loss term.
+            rounds: number of gradient reductions, after the same number of micro-batches each.
 
         Returns:
-            What sums up to this rank's losses, detached.
+            Detached losses whose sum is this rank's loss.
         """
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Loss]:
-        """Forward only. Collective; the model trains on after it."""
+        """Run forward only. Collective; training can continue after it."""
 
     def recomputes(self, share: float) -> None:
-        """From now on blocks compute so much of their forward pass again in the backward pass."""
+        """Set the share of their forward pass that blocks recompute in the backward pass."""
 
     def synchronizes(self, when: GradientSync) -> None:
-        """From now on gradients are summed over ranks then."""
+        """Set when gradients are summed over ranks."""
 
     def figures(self) -> Mapping[str, Any]:
-        """Fields of the `StepRecord` of the last step."""
+        """Return fields for the `StepRecord` of the last step."""
         return {}
 
 
 class WholeModel(ForwardBackward):
-    """A model that every rank has all blocks of."""
+    """A model whose blocks are all on every rank, sharded or not."""
 
     def __init__(
         self, model: nn.Module, workload: Workload, gradient_sync: GradientSync = "step"
@@ -69,9 +68,11 @@ class WholeModel(ForwardBackward):
         losses = []
         for number, batch in enumerate(batches):
             is_last = (number + 1) % per_round == 0
-            wanted = is_last or self._gradient_sync == "micro_batch"
-            synchronize_gradients(self._model, wanted, is_last=is_last)
+            synchronizes = is_last or self._gradient_sync == "micro_batch"
+            synchronize_gradients(self._model, synchronizes, is_last=is_last)
             loss = self._workload.loss(self._model, batch)
+            # Right after its forward pass, so that only one micro-batch's activations are in
+            # memory.
             weighted(loss, weights).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detached())
         return losses
@@ -94,6 +95,7 @@ class WholeModel(ForwardBackward):
 
 
 def weighted(loss: Loss, weights: Mapping[str, float]) -> torch.Tensor:
-    """A micro-batch's share in the global batch's loss; a term without weight adds nothing."""
+    """Return a micro-batch's share in the loss of the global batch, a scalar."""
+    # A term without weight has a sum of zero; the maximum prevents a division by zero.
     shares = [total / max(weights[term], 1.0) for term, total in loss.terms.items()]
     return torch.stack(shares).sum()

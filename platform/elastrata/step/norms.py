@@ -1,4 +1,4 @@
-"""2-norms of gradients, over all the ranks that have parts of them."""
+"""2-norms of gradients over all ranks that have parts of them."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ from torch.distributed.tensor import DTensor, Replicate
 from elastrata.parallel.fsdp_internals import bucket_parameters
 from elastrata.parallel.sharding import local
 
-_ROW = 4096
-"""So many squares are added up in fp32 at once."""
-_SMALL = 1e-12
-"""Below it, squares may be lost in fp32."""
+_SQUARES_PER_ROW = 4096
+"""Number of squares that are summed in fp32 at a time."""
+_SMALLEST_FP32_NORM = 1e-12
+"""Squares of smaller values may underflow in fp32."""
 _EXACT_BITS = 52
-_FOLDS = 3
+_NUM_FOLDS = 3
 
 Measure = Callable[[Sequence[Tensor]], Tensor]
-"""The 2-norm of all gradients together; collective, and the same on every rank."""
+"""Computes the 2-norm of all gradients together. Collective; all ranks return the same value."""
 
 
 @dataclass(frozen=True)
 class StageRanks:
-    """The ranks that have the stages of a model between them."""
+    """The ranks of a pipeline, which together have all stages of a model."""
 
     group: dist.ProcessGroup
     counted_elsewhere: Collection[str] = ()
-    """Names of parameters whose gradient another of these ranks has, too, and counts."""
+    """Names of parameters whose gradient another of these ranks also has, and counts."""
 
 
 class ModelNorm:
-    """The norm of a model's gradient, an fp32 or float64 scalar; collective, and the same on every
-    rank."""
+    """The norm of a model's gradient, an fp32 or float64 scalar.
+
+    Collective; all ranks return the same value.
+    """
 
     def __init__(
         self, model: nn.Module, measure: Measure, pipeline: StageRanks | None = None
@@ -49,7 +51,7 @@ class ModelNorm:
         self._measure, self._pipeline = measure, pipeline
 
     def __call__(self) -> Tensor:
-        """The norm of the gradients that the parameters have now."""
+        """Return the norm of the parameters' current gradients."""
         norm = self._measure([p.grad for p in self._counted if p.grad is not None])
         if self._pipeline is None:
             return norm
@@ -59,21 +61,22 @@ class ModelNorm:
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients together, an fp32 scalar.
+    """Return the norm of all gradients together, an fp32 scalar.
 
-    Collective over the mesh that shards them, and the same on every rank.
+    Collective over the mesh that shards them; all ranks return the same value.
     """
     if not gradients or gradients[0].device.type != "cpu":
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # A CPU needs the sums of `tensor_norm`, as PyTorch's lose accuracy.
     return gradient_norms([gradients])[0].float()
 
 
 def gradient_norms(buckets: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The norm of each of some buckets of gradients, float64, shape [buckets].
+    """Return the norm of each bucket of gradients, float64, shape [buckets].
 
-    Collective over the mesh that shards them, one message for each axis, and the same on every
-    rank.
+    Collective over the mesh that shards them, one message for each axis; all ranks return the same
+    values.
     """
     squares: dict[tuple[dist.ProcessGroup, ...], list[list[Tensor]]] = {}
     for number, bucket in enumerate(buckets):
@@ -91,33 +94,35 @@ def gradient_norms(buckets: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def tensor_norm(values: Tensor) -> Tensor:
-    """The norm of one tensor, a float64 scalar; not finite only where a value is not.
-
-    A CPU adds up one square after the other: in fp32, 33 million of them gave a norm that was 0.15%
-    too small. There, rows are added up first, in fp32, 23 times as fast as all of it in float64.
-    Squares of very large and very small numbers do not fit into fp32; then float64 does it.
-    """
+    """Return the norm of one tensor, a float64 scalar; not finite only if an element is not."""
+    # A CPU adds up one square after the other: in fp32, the norm of 33 million elements came out
+    # 0.15% too small. Summing rows in fp32 and the rest in float64 is 23 times as fast as float64
+    # throughout. Squares of very large and very small elements do not fit into fp32; for these the
+    # norm is computed again in float64.
     if values.device.type == "cpu":
         flat = values.flatten()
-        whole = flat[: len(flat) // _ROW * _ROW].view(-1, _ROW)
+        whole = flat[: len(flat) // _SQUARES_PER_ROW * _SQUARES_PER_ROW].view(-1, _SQUARES_PER_ROW)
         rest = torch.linalg.vector_norm(flat[whole.numel() :])
         rows = torch.cat([torch.linalg.vector_norm(whole, dim=1), rest[None]])
-        if _SMALL < (norm := _in_float64(rows)) < math.inf:
+        if _SMALLEST_FP32_NORM < (norm := _in_float64(rows)) < math.inf:
             return norm
     return _in_float64(values)
 
 
 def reproducible_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The norm of all tensors together, float64, a scalar on their device: the same to the bit in
-    whatever order they are added up, and on however many ranks.
+    """Return the norm of all tensors together, a float64 scalar on their device.
 
-    Squares of float32 values are exact in float64. They are rounded to multiples of a unit so large
-    that no sum of them has more bits than float64 holds; then no addition rounds, and the order
-    does not matter. What the rounding cut off is treated likewise, twice more (Demmel and Nguyen,
-    "Fast Reproducible Floating-Point Summation", ARITH 2013): the relative error is below 1e-9 for
-    a billion values, however uneven, and below 1e-12 for a hundred million.
+    The result is equal to the bit for every order of addition and every number of ranks.
 
-    Collective where a tensor is sharded, over all ranks; waits for no device."""
+    Squares of float32 values are exact in float64. They are rounded to multiples of a unit that is
+    large enough for no sum to need more bits than float64 has. Then no addition rounds, and the
+    order does not matter. The remainders of this rounding are treated the same way twice more
+    (Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013). The relative
+    error is below 1e-9 for a billion elements of any distribution, and below 1e-12 for a hundred
+    million.
+
+    Collective over all ranks if a tensor is sharded. It does not synchronise with the device.
+    """
     shards = [local(tensor) for tensor in tensors]
     is_sharded = any(isinstance(t, DTensor) for t in tensors)
     device = shards[0].device
@@ -126,10 +131,12 @@ def reproducible_norm(tensors: Sequence[Tensor]) -> Tensor:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     exponent = torch.frexp(largest.double().square()).exponent.long()
     count = sum(t.numel() for t in tensors)
+    # The bits by which a sum of `count` values may exceed the largest one.
     spread = math.ceil(math.log2(count)) + 1
-    units = [exponent - fold * (_EXACT_BITS - spread) for fold in range(1, _FOLDS + 1)]
-    sums = torch.zeros(_FOLDS, dtype=torch.float64, device=device)
+    units = [exponent - fold * (_EXACT_BITS - spread) for fold in range(1, _NUM_FOLDS + 1)]
+    sums = torch.zeros(_NUM_FOLDS, dtype=torch.float64, device=device)
     for tensor, shard in zip(tensors, shards, strict=True):
+        # Replicas have the same shard, which must count once.
         if _is_first_copy(tensor):
             sums += _multiples(shard, units)
     if is_sharded:
@@ -138,19 +145,20 @@ def reproducible_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class BucketNorm:
-    """The norm of a bucket's gradient, flat as FSDP2 reduces it, over some ranks: a float64 scalar;
-    collective where there are other ranks.
+    """The norm of a bucket's flat gradient over some ranks, a float64 scalar.
 
-    With tensor parallelism the ranks of a group have parts of some tensors and the whole of others,
-    with equal gradients: of the squares of these each rank adds its share."""
+    Collective over `groups`.
+    """
 
     def __init__(self, module: FSDPModule, groups: Sequence[dist.ProcessGroup]) -> None:
+        # With tensor parallelism, the ranks of a group have parts of some tensors and equal copies
+        # of others. Each rank adds its share of the squares of a copy.
         runs = groupby(_sizes_and_shares(module), itemgetter(1))
         self._runs = [(sum(size for size, _ in run), share) for share, run in runs]
         self._groups = groups
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        """The norm of one or more shards of the bucket, one after the other.
+        """Return the norm of one or more consecutive shards of the bucket.
 
         Args:
             gradient: shape [number of shards * shard].
@@ -179,7 +187,7 @@ def _in_float64(values: Tensor) -> Tensor:
 
 
 def _groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks that have the other shards, one for each axis of the mesh that shards."""
+    """Return the groups of ranks that have the other shards, one for each mesh axis that shards."""
     if not isinstance(gradient, DTensor):
         return ()
     return tuple(
@@ -190,7 +198,7 @@ def _groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _is_first_copy(tensor: Tensor) -> bool:
-    """Whether this rank is the first of those that have the same shard."""
+    """Return whether this rank is the first of those with the same shard."""
     if not isinstance(tensor, DTensor):
         return True
     mesh = tensor.device_mesh
@@ -202,7 +210,10 @@ def _is_first_copy(tensor: Tensor) -> bool:
 
 
 def _multiples(tensor: Tensor, units: Sequence[Tensor]) -> Tensor:
-    """How many times 2^unit the squares hold, for every unit; whole numbers, shape [units]."""
+    """Return the sum of the squares as a multiple of 2^unit for every unit, shape [units].
+
+    All of them are whole numbers. Each unit takes the remainder of the previous one.
+    """
     rest = tensor.double().square()
     counts = []
     for unit in units:
@@ -213,17 +224,18 @@ def _multiples(tensor: Tensor, units: Sequence[Tensor]) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent, float64, to the bit on every device: made of its bits, and read by no host.
+    """Return 2^exponent in float64, exactly, on every device.
 
     Args:
-        exponent: int64; what float64 has no power for counts as the nearest one that it has.
+        exponent: int64; clamped to the exponents of normal float64 numbers.
     """
+    # Assembled from its bits: `exp2` may round, and the host need not read the exponent.
     return ((exponent.clamp(-1022, 1023) + 1023) << 52).view(torch.float64)
 
 
 def _sizes_and_shares(module: FSDPModule) -> Iterator[tuple[int, float]]:
-    """For every tensor of the bucket, in its order: the numbers in a shard, padding included, and
-    the share of this rank in its norm."""
+    """Yield the size of a shard, with padding, and this rank's share in the norm, for every
+    tensor of the bucket in order."""
     for padded_size, parameter in bucket_parameters(module):
         yield padded_size, _share(parameter)
 

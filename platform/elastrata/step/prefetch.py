@@ -1,4 +1,4 @@
-"""Prefetch: the next step's micro-batches, collated and copied while a step is trained."""
+"""Prefetching: collates and copies the next step's micro-batches while a step is trained."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from elastrata.workload.batch import Batch
 from elastrata_pipelines.payload import RankStep
 
 Value = TypeVar("Value")
-_SECONDS_TO_END = 5.0
-"""How long the end waits for work that does not end; the thread then ends with the process."""
+_JOIN_TIMEOUT_SECONDS = 5.0
+"""Longest wait for unfinished work on `close`. The daemon thread then ends with the process."""
 
 
 class Background(Protocol):
-    """Where work is done."""
+    """Executes work asynchronously."""
 
     def begin(self, work: Callable[[], Value]) -> Future[Value]:
-        """Does it; its result, or what it raised."""
+        """Start the work and return a future of its result or exception."""
 
     def close(self) -> None:
-        """No more work comes."""
+        """Accept no more work."""
 
 
 class AtOnce(Background):
-    """Work is done where it is begun: for rehearsals, and for tests."""
+    """Executes work synchronously in `begin`, for rehearsals and tests."""
 
     @override
     def begin(self, work: Callable[[], Value]) -> Future[Value]:
-        done: Future[Value] = Future()
-        _finish(work, done)
-        return done
+        future: Future[Value] = Future()
+        _complete(work, future)
+        return future
 
     @override
     def close(self) -> None:
@@ -46,39 +46,39 @@ class AtOnce(Background):
 
 
 class BackgroundThread(Background):
-    """A thread of its own; it lasts until `close`."""
+    """Executes work in one background thread, until `close`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # A daemon: work may wait for rows that never come, and the process ends all the same.
+        # A daemon, so that work which waits forever for rows does not keep the process alive.
         self._thread = Thread(target=self._run, name="elastrata background", daemon=True)
         self._thread.start()
 
     @override
     def begin(self, work: Callable[[], Value]) -> Future[Value]:
-        done: Future[Value] = Future()
-        self._work.put(lambda: _finish(work, done))
-        return done
+        future: Future[Value] = Future()
+        self._work.put(lambda: _complete(work, future))
+        return future
 
     @override
     def close(self) -> None:
-        """The thread ends; waits for the work under way, for seconds at most."""
+        """End the thread after the current work, or after a few seconds."""
         self._work.put(None)
-        self._thread.join(_SECONDS_TO_END)
+        self._thread.join(_JOIN_TIMEOUT_SECONDS)
 
     def _run(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a new thread has the first one
+            torch.cuda.set_device(self._device)  # the current device is per thread
         while (work := self._work.get()) is not None:
             work()
 
 
-def _finish(work: Callable[[], Value], done: Future[Value]) -> None:
+def _complete(work: Callable[[], Value], future: Future[Value]) -> None:
     try:
-        done.set_result(work())
+        future.set_result(work())
     except Exception as error:
-        done.set_exception(error)
+        future.set_exception(error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,27 +86,26 @@ class ReadyStep:
     """This rank's part of a step, ready for the model."""
 
     batches: list[Batch]
-    """Its micro-batches, on the device."""
+    """Micro-batches on the device."""
     sums: Mapping[str, float]
-    """What this rank adds to the sums over the global batch, by name."""
+    """This rank's summands of the sums over the global batch, by name."""
 
 
 @dataclass(frozen=True)
-class _Read:
-    """A step that was read, and was made ready if it was known how it will be cut."""
+class _PrefetchedStep:
+    """A step that was read, and prepared if its division into micro-batches could be predicted."""
 
     rank_step: RankStep
     ready: ReadyStep | None = None
     error: Exception | None = None
-    """Why it could not be made ready."""
+    """Reason why it could not be prepared."""
 
 
 class Prefetch(Iterator[RankStep]):
-    """The steps of a stream, in order; with a background, the next one is read and made ready as
-    soon as a step is taken.
+    """Iterates over the steps of a stream in order.
 
-    Nobody is told of a step that was read and never taken: a run continues from the last one that
-    it has trained on, so none is lost."""
+    With a background, the next step is read and prepared as soon as a step is taken.
+    """
 
     def __init__(
         self,
@@ -115,10 +114,10 @@ class Prefetch(Iterator[RankStep]):
         foreseen: Callable[[RankStep], RankStep | None],
         background: Background | None,
     ) -> None:
-        self._stream, self._prepare, self._foreseen = iter(stream), prepare, foreseen
+        self._stream, self._prepare, self._predict = iter(stream), prepare, foreseen
         self._background = background
-        self._pending: Future[_Read | None] | None = None
-        self._newest: _Read | None = None
+        self._pending: Future[_PrefetchedStep | None] | None = None
+        self._newest: _PrefetchedStep | None = None
 
     @override
     def __next__(self) -> RankStep:
@@ -128,14 +127,16 @@ class Prefetch(Iterator[RankStep]):
         self._newest = pending.result()
         if self._newest is None:
             raise StopIteration
+        # A step that is read ahead and never taken is not lost: a run continues after the last step
+        # that it has trained on.
         self._pending = self._background.begin(self._read)
         return self._newest.rank_step
 
     def ready(self, rank_step: RankStep) -> ReadyStep:
-        """The step that was taken last, as it is cut now.
+        """Return the micro-batches of the newest step, with its current division.
 
         Raises:
-            Exception: what collating it raised.
+            Exception: collating it failed in the background.
         """
         if self._newest and self._newest.error:
             raise self._newest.error
@@ -145,26 +146,27 @@ class Prefetch(Iterator[RankStep]):
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether steps are made ready before they are asked for, as far as that is possible."""
+        """Whether steps are read and prepared in advance."""
         return self._background is not None
 
     @property
     def next_ready(self) -> ReadyStep | None:
-        """The step after it, if it is ready by now; waits for nothing."""
+        """The following step if it is ready already, else None; never blocks."""
         if self._pending is None or not self._pending.done() or self._pending.exception():
             return None
         read = self._pending.result()
         return read.ready if read else None
 
-    def _read(self) -> _Read | None:
+    def _read(self) -> _PrefetchedStep | None:
         rank_step = next(self._stream, None)
         if rank_step is None:
             return None
         try:
-            known = self._foreseen(rank_step)
-            return _Read(rank_step, self._prepare(known) if known else None)
+            predicted = self._predict(rank_step)
+            return _PrefetchedStep(rank_step, self._prepare(predicted) if predicted else None)
         except Exception as error:
-            return _Read(rank_step, error=error)
+            # Raised in `ready`, in the step that the error belongs to.
+            return _PrefetchedStep(rank_step, error=error)
 
     def __enter__(self) -> Self:
         return self

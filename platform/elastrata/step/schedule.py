@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from elastrata.config import Config
 
 DECAY_RATIO = 0.2
-"""From a tenth (arXiv 2404.06395) to a fifth (arXiv 2405.18392) of the steps is said to be as good
-as a cosine over all of them."""
+"""A tenth (arXiv 2404.06395) to a fifth (arXiv 2405.18392) of the steps is reported to be as
+good as a cosine over all steps."""
 
 
 class DecayConfig(Config):
@@ -37,7 +37,7 @@ class DecayConfig(Config):
         return self
 
     def length(self, steps: int) -> int:
-        """Steps of decay of a run of `steps`."""
+        """Return the number of decay steps in a run of `steps`."""
         if self.steps is not None:
             return self.steps
         return max(1, round((self.ratio or DECAY_RATIO) * steps))
@@ -96,13 +96,13 @@ class ScheduleConfig(Config):
         return self
 
     def warmup(self, steps: int) -> int:
-        """Steps of warm-up of a run of `steps`."""
+        """Return the number of warm-up steps in a run of `steps`."""
         if self.warmup_ratio is None:
             return self.warmup_steps
         return min(round(self.warmup_ratio * steps), steps - 1)
 
     def decay_start(self, steps: int) -> int:
-        """Steps before the decay of a run of `steps`."""
+        """Return the number of steps before the decay in a run of `steps`."""
         warmup = self.warmup(steps) - self.warmup_offset
         if self.shape == "wsd":
             return max(warmup, steps - self.decay.length(steps))
@@ -110,23 +110,23 @@ class ScheduleConfig(Config):
 
 
 def learning_rate(config: ScheduleConfig, *, peak: float, step: int, steps: int) -> float:
-    """The learning rate of optimizer step `step`, counted from 0, of a run of `steps`.
+    """Return the learning rate of optimizer step `step`, counted from 0, in a run of `steps`.
 
-    Warm-up gives step k the rate peak * (k + 1) / (warmup_steps + 1), from k = warmup_offset on.
-    The decay would reach peak * final at step `steps`, which is not taken: no step is wasted at
-    rate 0.
+    Warm-up assigns step k the rate peak * (k + 1) / (warmup_steps + 1), starting from k =
+    warmup_offset. The decay would reach peak * final at step `steps`, which is never taken.
     """
-    whole = config.warmup(steps)
-    warmup = whole - config.warmup_offset
+    warmup_steps = config.warmup(steps)
+    warmup = warmup_steps - config.warmup_offset
     if step < warmup:
-        return peak * (step + config.warmup_offset + 1) / (whole + 1)
+        # One more than the step, so that no step is wasted at rate 0.
+        return peak * (step + config.warmup_offset + 1) / (warmup_steps + 1)
     start = config.decay_start(steps)
-    left = _left(config, max(0.0, (step - start) / (steps - start)))
-    return peak * (config.final + (1 - config.final) * left)
+    remaining = _remaining_share(config, max(0.0, (step - start) / (steps - start)))
+    return peak * (config.final + (1 - config.final) * remaining)
 
 
-def _left(config: ScheduleConfig, done: float) -> float:
-    """The share that is left of the way from the peak to the final rate, from 1 down to 0."""
+def _remaining_share(config: ScheduleConfig, done: float) -> float:
+    """Return the remaining share of the way from the peak to the final rate, from 1 down to 0."""
     match config.decay.shape if config.shape == "wsd" else config.shape:
         case "constant":
             return 1.0

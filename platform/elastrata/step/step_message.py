@@ -1,5 +1,8 @@
-"""Numbers that travel with the losses of a step: what all ranks are to do after it, how long each
-of them took, and the sums of the next step, which then need no message of their own."""
+"""Numbers that are reduced with the losses of a step.
+
+They are the next action, the compute time of each rank, and the sums of the next step, which then
+need no message for themselves.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +19,28 @@ from elastrata.step.events import Action
 
 @dataclass(frozen=True)
 class Effort:
-    """A rank's share in the passes of a step."""
+    """A rank's compute time and work in a step."""
 
     seconds: float
-    """Of its own, without those that it waits for others."""
+    """Without the time that it waits for other ranks."""
     work: float
-    """By the work model of the deal; 0: fillers alone."""
+    """By the work model of the deal; 0 if the rank had only fillers."""
 
 
 @dataclass(frozen=True)
 class StepMessage:
-    """The numbers of all ranks, added up."""
+    """The numbers after their sum over all ranks."""
 
     action: Action
-    """The one that rank 0 brought."""
+    """Action that rank 0 sent."""
     efforts: tuple[Effort, ...]
-    """Of every rank; none where there is one rank."""
+    """Efforts by rank; empty with one rank."""
     next_sums: Mapping[str, float] | None
-    """The sums of the next step over its global batch; None where a rank did not have it ready."""
+    """Sums of the next step over its global batch; None if a rank did not have its part ready."""
 
     @classmethod
     def read(cls, numbers: Sequence[float], names: Sequence[str], world_size: int) -> StepMessage:
-        """What the numbers say."""
+        """Parse the summed numbers."""
         action, num_ready, *rest = numbers
         slots = num_slots(world_size)
         efforts, sums = rest[:slots], rest[slots:]
@@ -50,7 +53,8 @@ class StepMessage:
 
 
 def num_slots(world_size: int) -> int:
-    """Numbers for the efforts of all ranks; a lone one is compared with nobody."""
+    """Return how many numbers the efforts take; zero for one rank, which has no other to compare
+    with."""
     return 2 * world_size if world_size > 1 else 0
 
 
@@ -68,13 +72,18 @@ def written(
     world_size: int,
     is_primary: bool,
 ) -> Tensor:
-    """What this rank adds: float64, on `device`, shape [2 + slots + number of names]. Waits for no
-    device."""
+    """Return this rank's summand: float64, on `device`, shape [2 + slots + number of names].
+
+    It does not synchronise with the device.
+    """
     is_ready = next_sums is not None and sorted(next_sums) == list(names)
-    adds = next_sums if is_ready and is_primary else None
-    sums = [adds[name] if adds else 0.0 for name in names]
+    # Other ranks of a data rank have the same samples, which must count once.
+    summands = next_sums if is_ready and is_primary else None
+    sums = [summands[name] if summands else 0.0 for name in names]
     efforts, rank = [0.0] * num_slots(world_size), _own_rank()
+    # Every rank fills its slots and leaves zeros in the others, so that the sum gathers all
+    # efforts.
     efforts[2 * rank : 2 * rank + 2] = [effort.seconds, effort.work] if efforts else []
-    told = [float(action), float(is_ready), *efforts, *sums]
-    numbers = torch.tensor(told, dtype=torch.float64)
+    own_numbers = [float(action), float(is_ready), *efforts, *sums]
+    numbers = torch.tensor(own_numbers, dtype=torch.float64)
     return to_device(numbers, device)

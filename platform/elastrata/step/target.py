@@ -1,4 +1,4 @@
-"""The target: the value of a metric at which a run has done its work."""
+"""The target: a value of a metric at which a run is finished."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TargetConfig(Config):
 
 
 def reached(target: TargetConfig | None, metrics: Mapping[str, float]) -> bool:
-    """Whether an evaluation reached the target; no evaluation reaches none."""
+    """Return whether an evaluation reached the target; always false without an evaluation."""
     if target is None or not math.isfinite(value := metrics.get(target.metric, math.nan)):
         return False
     if target.at_least is not None:
@@ -45,5 +45,5 @@ def reached(target: TargetConfig | None, metrics: Mapping[str, float]) -> bool:
 def is_over(
     step: int, metrics: Mapping[str, float], *, steps: int, target: TargetConfig | None
 ) -> bool:
-    """Whether a run has come to its end with this step."""
+    """Return whether a run ends with this step."""
     return step >= steps or reached(target, metrics)

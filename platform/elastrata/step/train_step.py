@@ -1,4 +1,4 @@
-"""One optimizer step, equal at any world size: sums, divided once by global weights."""
+"""One optimizer step, equal at any world size: sums that are divided once by global weights."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from elastrata.workload.workload import SOURCE_LOSS, Loss, Metric
 
 
 def nothing() -> None:
-    """Nothing is to be done."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoss:
-    """The loss of a global batch: means over all its predictions."""
+    """Loss of a global batch: means over all its predictions."""
 
     total: float
     terms: Mapping[str, float]
@@ -33,54 +33,57 @@ class StepLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The outcome of a step, beside the changed model."""
+    """Result of a step, apart from the updated model."""
 
     loss: StepLoss
     gradient_norm: float
     """The norm that `Clip.after_backward` returns."""
     skipped: bool
-    """Loss or gradient were not finite, and nothing was updated. The same on every rank."""
+    """Loss or gradient were not finite, and nothing was updated. Equal on every rank."""
     seconds_in_model: float
     seconds_in_optimizer: float
     more: Sequence[float] = ()
-    """What else was added up with the losses."""
+    """Further sums that were reduced with the losses."""
 
 
 class StepHooks:
-    """Additions to a step beside its passes, clipping and update: by default none. All methods are
-    collective."""
+    """Additions to a step; none by default. All methods are collective."""
 
     def changes_before(self, step: int) -> bool:
-        """Whether `before_step` of that step changes weights or the optimizer's state."""
+        """Return whether `before_step` of that step changes weights or the optimizer's state."""
         return False
 
     def before_step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
-        """Before the first forward pass."""
+        """Run before the first forward pass."""
 
     def before_clip(self, optimizer: torch.optim.Optimizer, *, finite: Tensor) -> None:
-        """After the backward passes.
+        """Run after the backward passes.
 
         Args:
             optimizer: over the model's parameters.
-            finite: whether the step's loss is; a scalar on its device, so that reading it waits.
+            finite: whether the step's loss is finite, a scalar on its device. Reading it
+                synchronises.
         """
 
     def after_update(self) -> None:
-        """After the optimizer has updated the parameters, or on a GPU would have if loss and
-        gradient were finite: then this must change nothing."""
+        """Run after the optimizer's update.
+
+        On a GPU it also runs if the update was skipped because loss or gradient are not finite. It
+        must then change nothing.
+        """
 
     def figures(self, tokens: int) -> Mapping[str, Any]:
-        """Fields of the `StepRecord` of a step of so many tokens."""
+        """Return fields for the `StepRecord` of a step of `tokens` tokens."""
         return {}
 
 
 def reduce_sums(sums: Mapping[str, float], *, is_primary: bool = True) -> dict[str, float]:
-    """Adds up named numbers over all primary ranks; float64, exact for whole numbers below 2^53.
+    """Sum named numbers over all primary ranks in float64, exactly for whole numbers below 2^53.
 
-    All ranks must name the same keys, and all get the same sums. They travel between main memories:
-    no device is waited for.
+    All ranks must pass the same keys, and get the same sums.
     """
     names = sorted(sums)
+    # In main memory, through gloo: the host need not wait for a GPU.
     values = torch.tensor([sums[name] for name in names], dtype=torch.float64)
     if not is_primary:
         values.zero_()
@@ -102,22 +105,22 @@ def train_step(
     more: Callable[[], Tensor] | None = None,
     before_change: Callable[[], None] = nothing,
 ) -> StepResult:
-    """Forward, backward and update over this rank's micro-batches of one global batch.
+    """Run forward, backward and update over this rank's micro-batches of one global batch.
 
-    Loss and gradient norm are those of the global batch, so all ranks see alike whether they are
-    finite; where they are not, nothing is updated. The host reads all numbers of the step at once.
+    Loss and gradient norm are those of the global batch, so all ranks agree whether they are
+    finite. If they are not, nothing is updated.
 
     Args:
-        forward_backward: through the model.
-        optimizer: over its parameters.
-        batches: this rank's micro-batches, made `ready`; all ranks have equally many.
-        weights: per loss term the weight of the *global* batch.
-        clip: of the same model's gradient.
-        rounds: the gradient is reduced so many times, after equally many micro-batches each.
-        is_primary: whether this rank's sums over samples are added up, as `DataRank` has it.
-        hooks: what else is done; None: nothing.
-        more: numbers of this rank that are added up over all ranks in the message of the losses,
-            float64, shape [n], on their device; called after the backward passes.
+        forward_backward: runs the model.
+        optimizer: over the model's parameters.
+        batches: this rank's micro-batches from `ready`, the same number on all ranks.
+        weights: weight of the *global* batch by loss term.
+        clip: clips the gradient of the same model.
+        rounds: number of gradient reductions, after the same number of micro-batches each.
+        is_primary: whether this rank's sums over samples count, as in `DataRank`.
+        hooks: additions to the step; None: no additions.
+        more: returns further numbers to sum over all ranks in the message of the losses: float64,
+            shape [n], on their device. Called after the backward passes.
         before_change: called before weights or the optimizer's state may change.
     """
     hooks = hooks or StepHooks()
@@ -132,10 +135,13 @@ def train_step(
     hooks.before_clip(optimizer, finite=loss_is_finite)
     gradient_norm = clip.after_backward().detach()
     finite = loss_is_finite & gradient_norm.isfinite()
+    # One copy for all numbers of the step, so that the host waits for the device once.
     readback = Readback(
         torch.cat([added_up, torch.stack([gradient_norm.double(), finite.double()])])
     )
     if skips_on_device(optimizer, device):
+        # The host launches the update before it knows whether it is applied, so the device never
+        # idles.
         optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         optimizer.step()
         hooks.after_update()
@@ -159,10 +165,9 @@ def train_step(
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether the device itself leaves an update out where it finds that loss or gradient are not
-    finite: then the host asks for the update before it knows, and does not keep the device waiting.
+    """Return whether the device itself skips the update if loss or gradient are not finite.
 
-    PyTorch's fused kernels do, by the flag that its gradient scaler sets for them.
+    PyTorch's fused kernels do so, by the flag that its gradient scaler sets for them.
     """
     return device.type == "cuda" and all(
         group.get("fused", False) for group in optimizer.param_groups
@@ -170,22 +175,26 @@ def skips_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> b
 
 
 class _ModelStopwatch:
-    """The seconds of a step, in the model and after it, on the device where it is a GPU: the host
-    is done long before."""
+    """Measures the seconds of a step in the model and after it."""
 
     def __init__(self, device: torch.device) -> None:
         self._began = time.perf_counter()
+        # A GPU's time must be measured on the device: the host only launches its work, and is done
+        # early.
         self._span = DeviceSpan() if device.type == "cuda" else None
         self._in_model = 0.0
 
     def out_of_model(self) -> None:
-        """The passes and their losses end here."""
+        """Mark the end of the passes and their losses."""
         self._in_model = time.perf_counter() - self._began
         if self._span:
             self._span.end()
 
     def seconds(self) -> tuple[float, float]:
-        """In the model, and from then until now; once the step's numbers are read."""
+        """Return the seconds in the model, and those after it until now.
+
+        Call it once the step's numbers are read.
+        """
         seconds = time.perf_counter() - self._began
         in_model = self._span.seconds if self._span else self._in_model
         return in_model, max(0.0, seconds - in_model)
@@ -197,8 +206,10 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
 
 
 def share_of(batches: Sequence[Batch], weights: Mapping[str, float]) -> float:
-    """The share of these micro-batches in the weight of the global batch, 0 to 1: the mean over
-    the loss terms that have weight. Adds up to 1 over all ranks."""
+    """Return the share, 0 to 1, of these micro-batches in the weight of the global batch.
+
+    It is the mean over the loss terms that have weight. The shares of all ranks add up to 1.
+    """
     shares = [
         sum(batch.weights.get(term, 0.0) for batch in batches) / total
         for term, total in weights.items()
@@ -208,7 +219,7 @@ def share_of(batches: Sequence[Batch], weights: Mapping[str, float]) -> float:
 
 
 def total_weights(batches: Sequence[Batch]) -> dict[str, float]:
-    """Per loss term the weight of all these micro-batches."""
+    """Return the weight of these micro-batches together, by loss term."""
     weights: dict[str, float] = {}
     for batch in batches:
         for term, weight in batch.weights.items():
@@ -218,25 +229,27 @@ def total_weights(batches: Sequence[Batch]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over micro-batches of everything that a loss tells."""
+    """Sums over micro-batches of all terms and metrics of a loss."""
 
     keys: Sequence[tuple[str, str]]
-    """`metric` or `term`, and its name; sorted, so that terms are last."""
+    """Pairs of `metric` or `term` and a name, sorted, so that terms are last."""
     per: Mapping[tuple[str, str], str]
-    """The loss term whose weight each is divided by."""
+    """Loss term by whose weight each sum is divided."""
     values: Tensor
-    """In the order of the keys, float64."""
+    """Sums in the order of `keys`, float64."""
 
     def terms_of(self, added_up: Tensor) -> Tensor:
-        """The sums of the loss terms among sums over all ranks, which may have more behind them."""
+        """Return the sums of the loss terms from sums over all ranks. Further numbers may
+        follow."""
         first = sum(kind != "term" for kind, _ in self.keys)
         return added_up[first : len(self.keys)]
 
     def means(self, added_up: Sequence[float], weights: Mapping[str, float]) -> StepLoss:
-        """The means over the global batch, from sums over all ranks."""
+        """Return the means over the global batch from sums over all ranks."""
         means: dict[str, dict[str, float]] = {"term": {}, "metric": {}}
         for (kind, name), value in zip(self.keys, added_up, strict=False):
             weight = weights[self.per[kind, name]]
+            # The loss of a source without predictions in the batch is undefined, not zero.
             if weight or not name.startswith(SOURCE_LOSS):
                 means[kind][name] = value / max(weight, 1.0)
         terms = means["term"]
@@ -244,7 +257,7 @@ class LossSums:
 
 
 def loss_sums(losses: Sequence[Loss]) -> LossSums:
-    """The sums of some micro-batches' losses; reads none."""
+    """Sum the losses of micro-batches, without reading them from the device."""
     totals: dict[tuple[str, str], Tensor] = {}
     per: dict[tuple[str, str], str] = {}
     for loss in losses:
@@ -262,13 +275,14 @@ def loss_sums(losses: Sequence[Loss]) -> LossSums:
 def mean_loss(
     losses: Sequence[Loss], weights: Mapping[str, float], *, is_primary: bool = True
 ) -> StepLoss:
-    """The means over the global batch, from the sums of all primary ranks. Collective."""
+    """Return the means over the global batch, from the sums of all primary ranks. Collective."""
     sums = loss_sums(losses)
     return sums.means(_all_reduced(sums.values, is_primary).tolist(), weights)
 
 
 def _all_reduced(sums: Tensor, is_primary: bool, more: Tensor | None = None) -> Tensor:
-    """Sums over samples, added up over all primary ranks, then `more`, over all ranks."""
+    """Return sums over samples of all primary ranks, followed by sums of `more` over all ranks."""
+    # Other ranks of a data rank have the same samples, which must count once.
     values = sums if is_primary else torch.zeros_like(sums)
     if more is not None:
         values = torch.cat([values, more])
