@@ -50,11 +50,10 @@ from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.bucket_clip import RANGE
 from elastrata.step.clip import Clip, build_clip
-from elastrata.step.events import Action
 from elastrata.step.forward_backward import WholeModel
 from elastrata.step.train_step import train_step
-from elastrata.trainer.loop import Loop
 from elastrata.trainer.preflight import training_data
+from elastrata.trainer.trainer import Loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
 
@@ -256,7 +255,7 @@ def measure_losses(
             optimizer = build_optimizer(recipe.optimizer, model, blocks)
             parts = steps_of(recipe, rank, ranks)
             forward_backward = WholeModel(model, recipe.workload)
-            records = loop.run(forward_backward, optimizer, parts, Start(), lambda: Action.GO_ON)
+            records = loop.run(forward_backward, optimizer, parts, Start())
             runs[f"{way}, seed {seed}"] = [(r.loss, r.gradient_norm) for r, _ in records]
     return runs
 

@@ -26,9 +26,9 @@ from elastrata.optim.optimizer import build_optimizer
 from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.step.events import Action
-from elastrata.trainer.build_model import divided_model, training_loop
+from elastrata.trainer.build_model import divided_model
 from elastrata.trainer.preflight import training_data
+from elastrata.trainer.trainer import training_loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
 
@@ -92,9 +92,7 @@ def loop_seconds(recipe: Recipe) -> float:
         blocks = recipe.workload.blocks(divided.model)
         optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
         loop = training_loop(recipe, divided.clip, vocabulary, cpu, 1, blocks=blocks)
-        run = loop.run(
-            divided.forward_backward, optimizer, stream(recipe), Start(), lambda: Action.GO_ON
-        )
+        run = loop.run(divided.forward_backward, optimizer, stream(recipe), Start())
         ended = [time.perf_counter() for _ in run][WARM_UP:]
     return statistics.median(later - earlier for earlier, later in pairwise(ended))
 

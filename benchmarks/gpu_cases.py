@@ -42,10 +42,9 @@ from elastrata.parallel.mesh import lone_group
 from elastrata.planner.choice import group_cluster, group_layout, phase_choices
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.step.events import Action
 from elastrata.step.records import StepRecord
-from elastrata.trainer.build_model import DividedModel, divided_model, training_loop
-from elastrata.trainer.loop import Loop
+from elastrata.trainer.build_model import DividedModel, divided_model
+from elastrata.trainer.trainer import Loop, training_loop
 from elastrata.workload.workload import model_spec
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.storage import Storage
@@ -145,9 +144,7 @@ def steps_after(
     done: int,
 ) -> Iterator[StepRecord]:
     """The steps after the first `done` ones."""
-    run = loop.run(
-        divided.forward_backward, optimizer, samples.steps[done:], Start(), lambda: Action.GO_ON
-    )
+    run = loop.run(divided.forward_backward, optimizer, samples.steps[done:], Start())
     return (record for record, _ in run)
 
 

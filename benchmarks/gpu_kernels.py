@@ -33,9 +33,9 @@ from elastrata.sparsity.layers import layer_shapes
 from elastrata.sparsity.rigl import drawn
 from elastrata.step.bucket_clip import RANGE
 from elastrata.step.clip import Clip
-from elastrata.step.events import Action
 from elastrata.step.forward_backward import weighted
-from elastrata.trainer.build_model import divided_model, training_loop
+from elastrata.trainer.build_model import divided_model
+from elastrata.trainer.trainer import training_loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
@@ -346,9 +346,7 @@ def profiled_clip(recipe: Recipe, lengths: str) -> dict[str, Any]:
         optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
         loop = training_loop(recipe, divided.clip, samples.vocabulary, device, 1)
         loop = replace(loop, clip=RangedClip(loop.clip))
-        run = loop.run(
-            divided.forward_backward, optimizer, samples.steps, Start(), lambda: Action.GO_ON
-        )
+        run = loop.run(divided.forward_backward, optimizer, samples.steps, Start())
         for _ in range(_PROFILED_AFTER):
             next(run)
         if device.type == "cuda":

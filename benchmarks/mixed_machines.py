@@ -40,11 +40,12 @@ from harness import RESULTS, known_result, on_ranks, parser_of, picture, write_r
 from elastrata.bench.samples import read_histogram
 from elastrata.optim.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
-from elastrata.step.events import Action, Event, Paced, Slowed
+from elastrata.step.events import Event, Paced, Slowed
 from elastrata.step.records import StepRecord
 from elastrata.step.step_message import Effort
 from elastrata.trainer.balancing import Pacing, RankPlace
-from elastrata.trainer.build_model import divided_model, training_loop
+from elastrata.trainer.build_model import divided_model
+from elastrata.trainer.trainer import LoopHooks, training_loop
 from elastrata_pipelines.balance import drawn_batches
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.deal import deal
@@ -199,8 +200,7 @@ def on_rank(
             optimizer,
             stream,
             Start(),
-            lambda: Action.GO_ON,
-            measured=hands.measured,
+            LoopHooks(on_times=hands.measured),
         )
         for record, _ in run:
             found.append(record)

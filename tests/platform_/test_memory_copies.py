@@ -15,8 +15,8 @@ from elastrata.checkpoints.retention import CheckpointConfig
 from elastrata.checkpoints.staging import Stager
 from elastrata.step.events import Action, ControlSignal, Warned
 from elastrata.step.records import StepRecord
-from elastrata.trainer.checkpoint_manager import CheckpointManager, MemoryCopies
-from elastrata.trainer.copy_interval import CopyInterval
+from elastrata.trainer.checkpoint_manager import CheckpointManager, CopyInterval, MemoryCopies
+from elastrata.trainer.reporter import Reporter
 from elastrata_pipelines.storage import Storage
 
 RECORD = StepRecord(
@@ -65,13 +65,13 @@ def test_the_interval_is_what_a_copy_costs_and_never_above_its_bound(
     cost: float, beside: list[float], expected: int
 ) -> None:
     interval = CopyInterval(10)
-    assert interval.wanted == 10
+    assert interval.steps == 10
     for _ in range(3):
-        interval.stepped(1.0, beside=False)
-    interval.copied(cost)
+        interval.add_step(1.0, beside=False)
+    interval.start_copy(cost)
     for seconds in beside:
-        interval.stepped(seconds, beside=True)
-    assert interval.wanted == expected
+        interval.add_step(seconds, beside=True)
+    assert interval.steps == expected
 
 
 @pytest.mark.usefixtures("alone")
@@ -80,18 +80,18 @@ def test_a_copy_that_never_fits_is_not_tried_and_told_once(tmp_path: Path) -> No
     for hot_bytes, copies in ((799, 0), (800, 1)):
         channel.events.clear()
         replicas = NodeStorage(str(tmp_path / f"memory{hot_bytes}"))
+        run = Storage(str(tmp_path / f"run{hot_bytes}"))
         manager = CheckpointManager(
-            Storage(str(tmp_path / f"run{hot_bytes}")),
+            run,
             replicas,  # type: ignore[arg-type]
+            Reporter(run, channel, attempt=1, rank=0),
             attempt=1,
-            rank=0,
             config=CheckpointConfig(hot_steps=2, hot_bytes=hot_bytes),
-            channel=channel,
             state=lambda: STATE,
         )
         with manager:
             for step in (1, 2, 3):
-                manager.keep(replace(RECORD, step=step), Action.GO_ON, is_last=False)
+                manager.save(replace(RECORD, step=step), Action.GO_ON, is_last=False)
             manager.leave()
         warnings = [event.text for event in channel.events if isinstance(event, Warned)]
         assert len(replicas.names()) == copies
@@ -112,7 +112,7 @@ def test_copies_come_as_often_as_is_agreed(tmp_path: Path, adapts: bool) -> None
     )
     made = []
     for step in range(1, 17):
-        copies.stepped(replace(RECORD, step=step, seconds=1e6))
+        copies.add_step(replace(RECORD, step=step, seconds=1e6))
         if copies.is_due(step):
             copies.copy(step, lambda saver: 0.0)
             made.append(step)

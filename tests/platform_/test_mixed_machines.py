@@ -20,7 +20,7 @@ from elastrata.cluster.node_speeds import (
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.status import slow_ranks, time_balance
-from elastrata.trainer.loop import check_same_deal, deal_marks
+from elastrata.trainer.trainer import check_same_deal, deal_marks
 from elastrata_pipelines.speeds import FixedSpeeds, RankKind, Speeds, SpeedSource, one_kind
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import train_by_speeds, train_on_ranks

@@ -21,8 +21,8 @@ from elastrata.optim.optimizer import build_optimizer
 from elastrata.parallel.activation_checkpointing import Recomputation, recompute
 from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
-from elastrata.step.events import Action
-from elastrata.trainer.build_model import divided_model, training_loop
+from elastrata.trainer.build_model import divided_model
+from elastrata.trainer.trainer import training_loop
 from elastrata.workload.workload import Workload
 from elastrata_pipelines.batches import Start
 from support.fake_cuda import NEEDS_COMPILER
@@ -212,9 +212,7 @@ def _losses(
         divided = divided_model(recipe, samples.vocabulary, samples.seq_len, CPU, 1)
         optimizer = build_optimizer(recipe.optimizer, divided.model, divided.blocks)
         loop = training_loop(recipe, divided.clip, samples.vocabulary, CPU, 1)
-        for record, _ in loop.run(
-            divided.forward_backward, optimizer, samples.steps, Start(), lambda: Action.GO_ON
-        ):
+        for record, _ in loop.run(divided.forward_backward, optimizer, samples.steps, Start()):
             losses.append((record.loss, record.gradient_norm))
             graphs.append(counters["stats"]["unique_graphs"])
             if way := next(next_way, None):

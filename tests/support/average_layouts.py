@@ -15,10 +15,9 @@ from elastrata.checkpoints.save import DurableSaver
 from elastrata.parallel.mesh import DataRank, data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.evaluate import OWN
-from elastrata.step.events import Action
 from elastrata.trainer.evaluation import HeldOut
 from elastrata.trainer.preflight import TrainingData, training_data
-from elastrata.trainer.trainer import Trainer
+from elastrata.trainer.trainer import LoopHooks, Trainer
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.storage import Storage
@@ -43,13 +42,7 @@ def go_on_averaging(rank: int, world_size: int, recipe: Section, url: str, is_le
         place=place,
     )
     start = _restored(trainer, storage)
-    steps = trainer.steps(
-        _stream(data, place, start),
-        start,
-        chose=lambda chosen: None,
-        asked=lambda: Action.GO_ON,
-        before_change=lambda: None,
-    )
+    steps = trainer.steps(_stream(data, place, start), start, LoopHooks())
     with closing(steps):
         *_, (last, _) = islice(steps, STEPS)
     saver = DurableSaver(storage, keep_last=1, keep_best=False, lean=is_lean, warn=pytest.fail)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,12 +13,13 @@ from elastrata.optim.optimizer import build_optimizer
 from elastrata.parallel.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.evaluate import evaluate, held_out_step
-from elastrata.step.events import Action, Chosen, RanOut
+from elastrata.step.events import Chosen, RanOut
 from elastrata.step.records import StepRecord
 from elastrata.step.train_step import StepLoss
 from elastrata.trainer.autotune import automatic
-from elastrata.trainer.build_model import divided_model, phase_masks, training_loop
+from elastrata.trainer.build_model import divided_model, phase_masks
 from elastrata.trainer.preflight import training_data
+from elastrata.trainer.trainer import LoopHooks, training_loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.speeds import EQUAL, RankKinds, SpeedSource
@@ -165,11 +164,10 @@ class BareTraining:
             self.optimizer,
             self._stream(start, steps),
             start,
-            lambda: Action.GO_ON,
-            cut=partial(self.chooser.cut, tell=self.chosen.append),
-            foreseen=self.chooser.foreseen,
+            LoopHooks(on_choice=self.chosen.append),
+            chooser=self.chooser,
         )
-        return (replace(record, **self.chooser.figures()) for record, _ in run)
+        return (record for record, _ in run)
 
     def evaluate(self, samples: int) -> StepLoss:
         """Over so many of the training samples."""

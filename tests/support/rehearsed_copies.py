@@ -16,8 +16,8 @@ from elastrata.optim.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
 from elastrata.rehearsal.cuda import FakeStream
 from elastrata.rehearsal.ledger import Ledger
-from elastrata.step.events import Action
-from elastrata.trainer.build_model import divided_model, training_loop
+from elastrata.trainer.build_model import divided_model
+from elastrata.trainer.trainer import LoopHooks, training_loop
 from elastrata_pipelines.batches import Start
 
 CUDA = torch.device("cuda", 0)
@@ -75,8 +75,7 @@ def order_of_a_save_in_training(ledger: Ledger) -> list[str]:
         optimizer,
         samples.steps,
         Start(),
-        lambda: Action.GO_ON,
-        before_change=before_change,
+        LoopHooks(before_change=before_change),
     )
     for number, _ in enumerate(run, 1):
         if number == 1:

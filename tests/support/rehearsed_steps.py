@@ -13,9 +13,9 @@ from elastrata.bench.step import measure_steps
 from elastrata.optim.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
 from elastrata.rehearsal.ledger import Entries, Ledger
-from elastrata.step.events import Action
 from elastrata.step.train_step import skips_on_device
-from elastrata.trainer.build_model import divided_model, phase_masks, training_loop
+from elastrata.trainer.build_model import divided_model, phase_masks
+from elastrata.trainer.trainer import training_loop
 from elastrata_pipelines.batches import Start
 
 CUDA = torch.device("cuda", 0)
@@ -57,9 +57,7 @@ def _third_step(ledger: Ledger, name: str, overrides: list[str]) -> tuple[Entrie
     optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
     masks = phase_masks(recipe, divided)
     loop = training_loop(recipe, divided.clip, samples.vocabulary, CUDA, world_size, masks=masks)
-    run = loop.run(
-        divided.forward_backward, optimizer, samples.steps, Start(), lambda: Action.GO_ON
-    )
+    run = loop.run(divided.forward_backward, optimizer, samples.steps, Start())
     for number, _ in enumerate(run, 1):
         entries = ledger.take()
         if number == STEPS:

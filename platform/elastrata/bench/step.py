@@ -22,15 +22,14 @@ from elastrata.device.capabilities import (
 from elastrata.optim.optimizer import build_optimizer
 from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
-from elastrata.step.events import Action
 from elastrata.step.records import StepRecord
 from elastrata.trainer.build_model import (
     divided_model,
     looked_for,
     missing_here,
     phase_masks,
-    training_loop,
 )
+from elastrata.trainer.trainer import training_loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 
@@ -152,9 +151,7 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
         optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
         masks = phase_masks(endless, divided)
         loop = training_loop(endless, divided.clip, samples.vocabulary, device, 1, masks=masks)
-        run = loop.run(
-            divided.forward_backward, optimizer, samples.steps, Start(), lambda: Action.GO_ON
-        )
+        run = loop.run(divided.forward_backward, optimizer, samples.steps, Start())
         timed = list(_timed((record for record, _ in run), device))
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     figures = _figures(timed, warm_up, device, parameters)

@@ -53,14 +53,14 @@ from elastrata.step.events import (
 )
 from elastrata.step.records import StepRecord, Stopwatch
 from elastrata.step.target import is_over
-from elastrata.trainer.attempt import agreed, attempt
 from elastrata.trainer.autotune import what_fits
 from elastrata.trainer.balancing import Pacing, RankPlace, idle_ranks
 from elastrata.trainer.build_model import looked_for, missing_here
 from elastrata.trainer.checkpoint_manager import CheckpointManager, Saving
 from elastrata.trainer.evaluation import HeldOut
+from elastrata.trainer.reporter import Reporter
 from elastrata.trainer.resume import ResumePoint
-from elastrata.trainer.trainer import Trainer
+from elastrata.trainer.trainer import Trainer, agreed
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.retry import patiently
 from elastrata_pipelines.speeds import RankKinds
@@ -145,8 +145,9 @@ def _train(job: Job, sender: Sender) -> None:
         kinds=kinds,
     )
     stopwatch.passed("held_out")
-    with _make_manager(job, group, number, trainer, sender) as manager:
-        manager.started(
+    reporter = Reporter(job.run, sender, attempt=number, rank=group.rank)
+    with _make_manager(job, group, number, trainer, reporter) as manager:
+        reporter.on_start(
             Started(
                 attempt=number,
                 world_size=group.world_size,
@@ -165,7 +166,7 @@ def _train(job: Job, sender: Sender) -> None:
             commit.step, commit.evaluation, steps=recipe.steps_in_all, target=recipe.target
         ):
             if resumed.tier == "hot":
-                manager.continued(_to_saving(commit))
+                manager.save_resumed(_to_saving(commit))
         else:
             pacing = Pacing(
                 group.places,
@@ -173,21 +174,20 @@ def _train(job: Job, sender: Sender) -> None:
                 deals=recipe.workers.speeds == "measured",
                 tell=sender.send,
             )
-            steps = attempt(
-                trainer,
-                manager,
-                held_out,
+            steps = trainer.train(
                 stream,
                 resumed.start,
-                steps=recipe.steps_in_all,
+                held_out=held_out,
+                checkpoints=manager,
+                reporter=reporter,
                 target=recipe.target,
-                measured=pacing,
+                on_times=pacing,
             )
             for step in steps:
                 for line in idle_ranks(step.record.speeds, step.record.batch_samples):
                     sender.send(Warned(text=line))
                 if step.action >= Action.HALT and not step.is_last:
-                    _wait_for_end(manager.halted(step.action), recipe.checkpoint.grace_seconds)
+                    _wait_for_end(manager.halt(step.action), recipe.checkpoint.grace_seconds)
     ray.train.report({})
 
 
@@ -223,15 +223,14 @@ def _load_state(trainer: Trainer, job: Job, resumed: ResumePoint, commit: Commit
 
 
 def _make_manager(
-    job: Job, group: Membership, attempt: int, trainer: Trainer, sender: Sender
+    job: Job, group: Membership, attempt: int, trainer: Trainer, reporter: Reporter
 ) -> CheckpointManager:
     return CheckpointManager(
         job.run,
         job.replicas,
+        reporter,
         attempt=attempt,
-        rank=group.rank,
         config=job.recipe.checkpoint,
-        channel=sender,
         state=trainer.state,
         extra=trainer.extra,
         on_gpu=group.device.type == "cuda",

@@ -44,11 +44,10 @@ from elastrata.rehearsal.ledger import (
 )
 from elastrata.rehearsal.session import rehearsal
 from elastrata.sparsity.masks import Masks
-from elastrata.step.events import Action
 from elastrata.step.train_step import total_weights
 from elastrata.trainer import build_model as engine
 from elastrata.trainer.build_model import DividedModel, divided_model, weight_average
-from elastrata.trainer.loop import Loop
+from elastrata.trainer.trainer import Loop, training_loop
 from elastrata.workload.workload import Planned
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.deal import Ints, deal
@@ -242,7 +241,7 @@ def _steps(
     optimizer, masks, loop = _build_training(task, recipe, divided, is_primary=place.is_primary)
     with track(divided.model) as peak:
         average = weight_average(recipe, divided.model)
-        run = loop.run(divided.forward_backward, optimizer, steps, Start(), lambda: Action.GO_ON)
+        run = loop.run(divided.forward_backward, optimizer, steps, Start())
         for _ in range(2):
             ledger.take()
             record, _ = next(run)
@@ -268,7 +267,7 @@ def _build_training(
 ) -> tuple[Optimizer, Masks | None, Loop]:
     blocks = recipe.workload.blocks(divided.model)
     masks = engine.phase_masks(recipe, divided)
-    loop = engine.training_loop(
+    loop = training_loop(
         recipe,
         divided.clip,
         task.spec.vocabulary,
@@ -361,7 +360,7 @@ def _run_in_new_group(task: Task, is_primary: bool, steps: Sequence[RankStep]) -
         recipe, spec.vocabulary, spec.seq_len, DEVICE, task.world_size, draws=False
     )
     optimizer, _, loop = _build_training(task, recipe, divided, is_primary=is_primary)
-    return loop.run(divided.forward_backward, optimizer, steps, Start(), lambda: Action.GO_ON)
+    return loop.run(divided.forward_backward, optimizer, steps, Start())
 
 
 @contextmanager

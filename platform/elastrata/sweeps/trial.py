@@ -40,11 +40,11 @@ from elastrata.sweeps.journal import (
 from elastrata.sweeps.scheduler import TOKENS
 from elastrata.sweeps.trial_recipe import TrialJob
 from elastrata.tracking.tracker import SilentTracker
-from elastrata.trainer.attempt import attempt
 from elastrata.trainer.checkpoint_manager import CheckpointManager
 from elastrata.trainer.evaluation import HeldOut
 from elastrata.trainer.initial_weights import find_parent
 from elastrata.trainer.preflight import TrainingData, training_data
+from elastrata.trainer.reporter import Reporter
 from elastrata.trainer.resume import newest_state, start_after
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.batches import Start
@@ -275,7 +275,7 @@ class LoneTrial:
         if self._record is None:
             assert self._commit is not None
             return self._commit.folder
-        self._manager.keep(self._record, Action.SAVE, is_last=True)
+        self._manager.save(self._record, Action.SAVE, is_last=True)
         return self._channel.committed(self._record.step, _SECONDS_TO_SAVE)
 
     def close(self) -> None:
@@ -284,19 +284,19 @@ class LoneTrial:
 
     def _train(self, number: int) -> Generator[Report]:
         stopwatch = Stopwatch()
+        self._reporter = Reporter(self.run, self._channel, attempt=number, rank=0)
         self._manager = CheckpointManager(
             self.run,
             None,
+            self._reporter,
             attempt=number,
-            rank=0,
             config=self.recipe.checkpoint,
-            channel=self._channel,
             state=self._trainer.state,
             extra=self._trainer.extra,
             on_gpu=current_device().type == "cuda",
         )
         with self._manager as manager:
-            manager.started(
+            self._reporter.on_start(
                 Started(
                     attempt=number,
                     world_size=1,
@@ -331,13 +331,12 @@ class LoneTrial:
 
     def _train_steps(self, manager: CheckpointManager) -> Iterator[Report]:
         steps, seconds = self._past.unreported(), 0.0
-        for step in attempt(
-            self._trainer,
-            manager,
-            self._held_out,
+        for step in self._trainer.train(
             steps_from(self._phases, self.start, self._kinds),
             self.start,
-            steps=self.recipe.steps_in_all,
+            held_out=self._held_out,
+            checkpoints=manager,
+            reporter=self._reporter,
             target=self.recipe.target,
         ):
             self._record = record = step.record

@@ -1,8 +1,8 @@
 """The trainer: one rank's training, from data to saved state. Read it from top to bottom.
 
-`Trainer.train` is the outer loop: a step, then evaluation, checkpoint and the end of the run if they
-are due. `Loop.run` is the step itself: data, forward, backward, clip, update, record. `Trainer` has
-the model and all state that training changes.
+`Trainer.train` is the outer loop: a step, then evaluation, checkpoint and the end of the run if
+they are due. `Loop.run` is the step itself: data, forward, backward, clip, update, record.
+`Trainer` has the model and all state that training changes.
 
 Nothing here depends on Ray. Every worker of a group has a trainer, and so has the trial of a sweep.
 `elastrata bench` and the rehearsals run the same `Loop`.
@@ -29,6 +29,7 @@ from elastrata.optim.optimizer import build_optimizer, set_learning_rate
 from elastrata.parallel.mesh import ALONE, DataRank
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import Parent
+from elastrata.sparsity.masks import Masks
 from elastrata.step.average import AVERAGE, WeightAverage
 from elastrata.step.clip import Clip
 from elastrata.step.compute_time import OwnTime, own_time
@@ -54,7 +55,6 @@ from elastrata.trainer.checkpoint_manager import CheckpointManager
 from elastrata.trainer.evaluation import HeldOut
 from elastrata.trainer.initial_weights import begin_with
 from elastrata.trainer.reporter import Reporter
-from elastrata.sparsity.masks import Masks
 from elastrata.workload.batch import Batch
 from elastrata.workload.workload import Workload
 from elastrata_pipelines.batches import Start
@@ -481,8 +481,9 @@ class Loop:
                     **self._time_fields(stopwatch, batch["flops"]),
                 )
                 hooks.on_times(rank_step, message.efforts)
-                yield record if chooser is None else replace(record, **chooser.figures()), (
-                    message.action
+                yield (
+                    record if chooser is None else replace(record, **chooser.figures()),
+                    (message.action),
                 )
                 stopwatch, dealt_by = Stopwatch(), rank_step.speeds
 
