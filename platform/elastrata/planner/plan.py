@@ -213,7 +213,7 @@ def _shapes(
                     continue  # what it keeps is there for one backward pass, not for its two parts
                 syncs: tuple[GradientSync, ...] = ("step", "micro_batch")
                 for reshard, sync in product(
-                    (True, False) if shards > 1 else (True,),
+                    (True, False) if shards > 1 else (False,),
                     syncs if shards > 1 and stages == 1 else ("step",),
                 ):
                     yield Layout(
@@ -344,6 +344,8 @@ def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, objec
     }
     if layout.tensor * layout.pipeline > 1:
         wanted["workers.min"] = layout.tensor * layout.pipeline
+    if layout.shards == 1 and layout.schedule != "zero_bubble":
+        del wanted["parallel.reshard_after_forward"]  # says nothing where each has a whole copy
     usual = type(recipe.parallel).model_fields["schedule"].default
     wanted["parallel.schedule"] = layout.schedule if layout.pipeline > 1 else usual
     if layout.pipeline != recipe.parallel.pipeline:
