@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -151,6 +153,22 @@ def _from_an_empty_folder(folder: Path, *options: str) -> list[dict[str, Any]]:
     return [
         json.loads(line) for line in (folder / "gpu.jsonl").read_text(encoding="utf-8").splitlines()
     ]
+
+
+_WITHOUT_OTHERS = """
+import sys
+sys.modules.update(dict.fromkeys({others}))  # None: as if it were not installed
+sys.path.insert(0, {folder!r})
+import gpu_cases
+"""
+
+
+def test_cases_import_nothing_that_make_gpu_does_not_install(gpu: ModuleType) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    packages = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
+    others = sorted(packages - set(gpu.NEEDED.values()) - {"torch"})
+    program = _WITHOUT_OTHERS.format(others=others, folder=str(SCRIPT.parent))
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.matrix

@@ -81,7 +81,7 @@ class ParallelConfig(Config):
     reshard_after_forward: bool = True
     """Drop a block's gathered parameters after its forward pass and gather them again for its
     backward pass. false: gather once a step and keep them over all its micro-batches, in memory
-    for one more copy of the model."""
+    for one more copy of the model; so it is in any case where a worker has a whole copy."""
     gradient_sync: GradientSync | Literal["auto"] = "step"
     """When gradients are summed over the workers. step: once; until then every worker adds up the
     whole gradient of its micro-batches, in memory for 4 bytes a parameter (with `tensor`, of its
@@ -180,12 +180,15 @@ def _shard(
     exchange = _build_exchange(data_mesh, parallel)
     reduction = _build_reduction(data_mesh, parallel.reduce_dtype, overlap, exchange)
     # A `Reduction` sums over copies itself.
-    shards = data_mesh["shard"] if reduction else data_mesh  # ours sums over copies itself
+    shards = data_mesh["shard"] if reduction else data_mesh
+    # A lone shard gathers nothing, but FSDP2 would cast and copy each parameter in every pass: at
+    # small micro-batches that is a third of an H200's time (benchmarks/results/gpu.jsonl).
+    keeps = not parallel.reshard_after_forward or data_mesh.size(data_mesh.ndim - 1) == 1
     # None is FSDP2's default: it reshards all modules but the outermost.
-    reshard = None if parallel.reshard_after_forward else False
+    reshard = False if keeps else None
     for module in (*blocks, model):
         fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
-    setattr(model, _KEEPS_PARAMETERS, not parallel.reshard_after_forward)
+    setattr(model, _KEEPS_PARAMETERS, keeps)
     in_order: list[DeterministicReduceScatter] = []
     setattr(model, _ORDERED_REDUCTIONS, in_order)
     for module in model.modules():

@@ -334,7 +334,7 @@ def group_layout(parallel: ParallelConfig, world_size: int) -> Layout:
         shards=data // copies,
         copies=copies,
         gradient_sync=sync_at_first(parallel.gradient_sync),
-        reshard=parallel.reshard_after_forward,
+        reshard=parallel.reshard_after_forward and copies < data,
     )
 
 

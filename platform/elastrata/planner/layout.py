@@ -66,6 +66,6 @@ class Layout:
         pieces = [self.division, f"mb{self.micro_batch}"]
         names = {"none": [], "selective": ["recompute half"], "full": ["recompute"]}
         pieces += names[self.checkpointing]
-        pieces += [] if self.reshard else ["keep"]
+        pieces += [] if self.reshard or self.shards == 1 else ["keep"]
         pieces += [] if self.gradient_sync == "step" else ["reduce each"]
         return " ".join(pieces)

@@ -218,7 +218,7 @@ def _shapes(
                     continue
                 syncs: tuple[GradientSync, ...] = ("step", "micro_batch")
                 for reshard, sync in product(
-                    (True, False) if shards > 1 else (True,),
+                    (True, False) if shards > 1 else (False,),
                     syncs if shards > 1 and stages == 1 else ("step",),
                 ):
                     yield Layout(
@@ -354,6 +354,9 @@ def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, objec
     }
     if layout.tensor * layout.pipeline > 1:
         new_values["workers.min"] = layout.tensor * layout.pipeline
+    # The key has no effect if each worker has a whole copy, but zero bubble demands `false`.
+    if layout.shards == 1 and layout.schedule != "zero_bubble":
+        del new_values["parallel.reshard_after_forward"]
     # Without a pipeline the schedule has no effect, so the recipe keeps the default.
     usual = type(recipe.parallel).model_fields["schedule"].default
     new_values["parallel.schedule"] = layout.schedule if layout.pipeline > 1 else usual
