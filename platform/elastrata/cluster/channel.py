@@ -184,8 +184,8 @@ class Receiver:
 
     Args:
         channel: handle of the channel; it stays valid if the actor is restarted.
-        handle: called after every answer of the channel, at least every second; without events if
-            there are none.
+        handle: called after every answer of the channel, at least every second, even without
+            events.
     """
 
     def __init__(self, channel: Any, handle: Callable[[Sequence[Event]], None]) -> None:

@@ -115,7 +115,7 @@ class FixedFactors:
     copies: int
     """Number of consecutive ranks that have the same rows."""
     repeats: int
-    """Number of sets of ranks that each have all rows."""
+    """Number of sets of ranks; the ranks of each set together have all rows."""
 
     def __call__(self, node_ids: Sequence[str]) -> SpeedSource:
         """Return the speeds of a group, given the node of each rank."""
@@ -148,7 +148,7 @@ class NodeKinds:
     copies: int
     """Number of consecutive ranks that have the same rows."""
     repeats: int
-    """Number of sets of ranks that each have all rows."""
+    """Number of sets of ranks; the ranks of each set together have all rows."""
 
     def __call__(self, node_ids: Sequence[str]) -> RankKinds:
         """Return the kinds of a group's data ranks, given the node of each rank."""
@@ -269,7 +269,7 @@ class MeasuredSpeeds:
     copies: int
     """Number of consecutive ranks that have the same rows."""
     repeats: int
-    """Number of sets of ranks that each have all rows."""
+    """Number of sets of ranks; the ranks of each set together have all rows."""
 
     def __call__(self, node_ids: Sequence[str]) -> SpeedSource:
         """Return the speeds of a group, given the node of each rank. They begin with the paces of

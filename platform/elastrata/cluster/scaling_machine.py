@@ -308,8 +308,8 @@ class _Demands:
 def place(rooms: Mapping[str, int], workers: int, tensor: int) -> list[str] | None:
     """Return the node of each worker, in the order of ranks; None if not all workers fit.
 
-    Whole tensor groups are placed first, node by node. The remaining workers share what is left on
-    each node and come last, so that few groups are split over nodes.
+    Whole tensor groups are placed first, node by node. The remaining workers fill the rest of each
+    node and come last, so that few groups are split over nodes.
 
     Args:
         rooms: number of workers that fit on each node; nodes in front are filled first.

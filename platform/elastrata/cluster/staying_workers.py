@@ -111,7 +111,7 @@ class WorkerPlaces(PlacementGroupHandle):
         self._groups: dict[int, PlacementGroup] = {}
         self._seconds_to_wait = float("inf")
         self.newcomers: Newcomers | None = None
-        """Workers that start for a larger next group; None if there are none."""
+        """Workers that start for a larger next group, or None."""
         self.is_kept = False
         """True while the places outlive their group."""
 
