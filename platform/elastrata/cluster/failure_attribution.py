@@ -20,8 +20,8 @@ def is_victim(error: BaseException) -> bool:
 
 def culprits(errors: Mapping[int, Exception]) -> dict[int, Exception]:
     """Return the errors, by rank, that are not victims'; all errors if every one is a victim's."""
-    own = {rank: error for rank, error in errors.items() if not is_victim(error)}
-    return own or dict(errors)
+    primary = {rank: error for rank, error in errors.items() if not is_victim(error)}
+    return primary or dict(errors)
 
 
 # The only count: Ray Train gets `left` at every start, and gives up by it.

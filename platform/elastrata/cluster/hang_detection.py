@@ -124,6 +124,7 @@ class WorkerLiveness:
     def _take(self, events: tuple[Event, ...], now: float) -> None:
         if events:
             self._timeout.beat()
+        # Decided here, when it is certain which events arrived, and acted on at the next `Look`.
         self._is_over = self._timeout.is_over(now)
         for event in events:
             if isinstance(event, Started):

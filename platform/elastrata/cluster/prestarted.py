@@ -133,12 +133,15 @@ class Orders:
             starting: process ids of the processes that still start.
             now: time of a monotonic clock, in seconds.
         """
-        ready, known = frozenset(idle), self._known
+        ready, known_before = frozenset(idle), self._known
+        # A spare was taken: a group is starting.
         if self._taken_at is None or self._ready - ready:
             self._taken_at = now
         self._known, self._ready = ready.union(starting), ready
-        if self._known - known:
+        # The requested process has appeared.
+        if self._known - known_before:
             self._requested_at = None
+        # One is starting, enough are ready, or a group is starting.
         if self._known - ready or len(ready) >= self._count or now - self._taken_at < self._after:
             return False
         if self._requested_at is not None and now - self._requested_at < _SECONDS_TO_START:
@@ -158,11 +161,11 @@ def waiting() -> list[int]:
 
 def _find_own(kind: Callable[[Path], bool]) -> list[int]:
     """Return the ids of the processes of one kind that have the caller's environment and job."""
-    own = _identity(Path("/proc/self"))
+    own_identity = _identity(Path("/proc/self"))
     return [
         int(process.name)
         for process in children(os.getppid())
-        if kind(process) and _identity(process) == own
+        if kind(process) and _identity(process) == own_identity
     ]
 
 
@@ -171,6 +174,7 @@ def _is_idle(process: Path) -> bool:
 
 
 def _is_starting(process: Path) -> bool:
+    # A worker's title is its command line until it is ready.
     name = title(process)
     return bool(name) and not name.startswith(("ray::", ":"))
 

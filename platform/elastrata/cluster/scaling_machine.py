@@ -208,6 +208,7 @@ class ScalingMachine:
         return [Look.ROOM] if self._begin_check(now) else []
 
     def _handle_size(self, event: SizeProposed, now: float) -> list[Instruction]:
+        # Others than Ray Train may hold a part of the reserved resources.
         count = min(event.proposed, event.workers + event.free)
         count -= count % self._multiple
         if count == event.workers:
@@ -217,6 +218,7 @@ class ScalingMachine:
     def _handle_room(self, workers: int, now: float) -> list[Instruction]:
         if self._halt is None:
             return self._leave_nodes(workers, now)
+        # Too little room for any group: keep waiting, as nodes may join or become free.
         if workers < self._least:
             return []
         return [*self._withdraw(), Resize(workers)]

@@ -86,6 +86,7 @@ def kill(pids: Mapping[int, tuple[str, int]]) -> dict[int, str]:
     by_node: dict[str, dict[int, int]] = {}
     for rank, (node, pid) in pids.items():
         by_node.setdefault(node, {})[rank] = pid
+    # A node that is gone does not answer in time; its ranks keep this state.
     states = dict.fromkeys(pids, NO_ANSWER)
     calls = [
         _kill_here.options(
@@ -100,6 +101,7 @@ def kill(pids: Mapping[int, tuple[str, int]]) -> dict[int, str]:
     return states
 
 
+# Claims no CPU, as the workers may have claimed all.
 @ray.remote(num_cpus=0, max_retries=0)
 def _kill_here(pids: Mapping[int, int]) -> dict[int, str]:
     states = {rank: state(PROCESSES / str(pid)) for rank, pid in pids.items()}

@@ -133,9 +133,9 @@ class LauncherFile(BaseModel):
             return self._local_spec(file)
         types = self.available_node_types
         if self.head_node_type not in types:
-            known = ", ".join(types) or "available_node_types, which are missing"
+            type_names = ", ".join(types) or "available_node_types, which are missing"
             raise UserError(
-                f"{file}: head_node_type: {self.head_node_type!r}: expected one of {known}"
+                f"{file}: head_node_type: {self.head_node_type!r}: expected one of {type_names}"
             )
         most = _DEFAULT_MAX_WORKERS if self.max_workers is None else self.max_workers
         groups = {
@@ -183,9 +183,9 @@ def unknown_keys(values: Mapping[str, Any], file: str) -> Iterator[str]:
     schema = json.loads(
         (Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8")
     )
-    known = schema["properties"]
-    (node_type,) = known["available_node_types"]["patternProperties"].values()
-    sections = {"": (values, known)}
+    known_keys = schema["properties"]
+    (node_type,) = known_keys["available_node_types"]["patternProperties"].values()
+    sections = {"": (values, known_keys)}
     types = values.get("available_node_types")
     for name, kind in (types if isinstance(types, dict) else {}).items():
         if isinstance(kind, dict):
@@ -350,6 +350,7 @@ def read_cluster(name_or_path: str) -> ClusterSpec:
     """
     documents = _parse_file(find_cluster_file(name_or_path), name_or_path)
     for values in documents:
+        # A KubeRay file may have further documents, such as a quota.
         model = KINDS.get(str(values.get("kind")))
         if model is not None:
             return _validate(model, values, name_or_path).cluster_spec(name_or_path)
@@ -374,13 +375,13 @@ def find_cluster_file(name_or_path: str) -> Path:
         if not os.path.lexists(name_or_path):
             raise UserError(f"{name_or_path}: no such cluster file")
         return Path(name_or_path)
-    known = {path.stem: path for path in cluster_files().glob("*.yaml")}
-    if name_or_path not in known:
+    shipped = {path.stem: path for path in cluster_files().glob("*.yaml")}
+    if name_or_path not in shipped:
         raise UserError(
-            f"{name_or_path}: no such cluster{nearest(name_or_path, known)}; expected a .yaml file "
-            f"or one of {', '.join(sorted(known))}"
+            f"{name_or_path}: no such cluster{nearest(name_or_path, shipped)}; expected a .yaml file "
+            f"or one of {', '.join(sorted(shipped))}"
         )
-    return known[name_or_path]
+    return shipped[name_or_path]
 
 
 def is_launched(path: Path, shown: str) -> bool:

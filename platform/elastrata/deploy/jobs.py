@@ -81,6 +81,7 @@ def submit(
         (Path(folder) / RECIPE).write_text(to_yaml(recipe), encoding="utf-8")
         return server.submit_job(
             entrypoint=shlex.join([*command, RECIPE, "--name", name]),
+            # A run may be submitted several times, but the id of a job is unique.
             submission_id=f"{name}-{uuid.uuid4().hex[:8]}",
             runtime_env=runtime_env(recipe, Path(folder), with_packages=not installed),
             metadata={RUN: run},
@@ -234,10 +235,11 @@ def job_server(cluster: str) -> Iterator[JobSubmissionClient]:
     Raises:
         UserError: no server answers, or it denies access.
     """
-    if (hidden := without_secrets(cluster)) != cluster:
-        raise UserError(f"--cluster: {hidden}: {NO_SECRET}")
+    if (masked := without_secrets(cluster)) != cluster:
+        raise UserError(f"--cluster: {masked}: {NO_SECRET}")
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
+    # Addresses have a colon; names and paths of cluster files have none.
     if cluster == "auto" or ":" in cluster:
         yield _connect(cluster, cluster)
         return
@@ -275,7 +277,7 @@ def answering(server: JobSubmissionClient) -> Iterator[None]:
 
 def _connect(address: str, shown: str) -> JobSubmissionClient:
     # Ray's client has no argument that takes precedence over these variables.
-    hidden = {name: os.environ.pop(name) for name in _OVERRIDES if name in os.environ}
+    removed = {name: os.environ.pop(name) for name in _OVERRIDES if name in os.environ}
     try:
         return JobSubmissionClient(address)
     except AuthenticationError as error:
@@ -288,13 +290,14 @@ def _connect(address: str, shown: str) -> JobSubmissionClient:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--cluster: {shown}: no job server answers there ({reason})") from error
     finally:
-        os.environ.update(hidden)
+        os.environ.update(removed)
 
 
 @contextmanager
 def _tunnel(file: Path, shown: str) -> Iterator[str]:
     """Open an SSH tunnel to the dashboard of a launched cluster; yield its local address."""
     with socket.socket() as free:
+        # The system chooses a free port.
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # `ray dashboard` knows the cluster's SSH user and key.

@@ -91,9 +91,9 @@ def azure(url: str) -> Look:
         ends = [event for event in events if event["EventType"] in _AZURE_ENDS]
         # Events name the machines that they affect. They are never approved: that would hasten
         # them.
-        own = _get(name, headers) if ends else None
+        own_name = _get(name, headers) if ends else None
         for event in ends:
-            if own in event["Resources"]:
+            if own_name in event["Resources"]:
                 starts = event.get("NotBefore")  # empty once it has started
                 time = parsedate_to_datetime(starts).timestamp() if starts else now
                 return Notice(f"Azure: the machine gets: {event['EventType']}", time)
@@ -134,6 +134,7 @@ def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | Non
     Raises:
         OSError: the server does not answer, or with another error.
     """
+    # The server is link-local: a proxy would not reach it.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, headers=dict(headers), method=method)
     try:
@@ -208,12 +209,12 @@ def find_nodes(address: str | None, node_id: str | None) -> list[RayNode]:
     """
     # Connected only for this call: a driver that stays would be lost with the node's raylet.
     with ray_session(address or "auto"):
-        here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        local_ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return [
             RayNode(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"])
             for node in nodes()
             if node["Alive"]
-            and (node["NodeID"] == node_id if node_id else node["NodeManagerAddress"] == here)
+            and (node["NodeID"] == node_id if node_id else node["NodeManagerAddress"] == local_ip)
         ]
 
 
@@ -228,17 +229,17 @@ def drain(
     failure = ""
     while True:
         try:
-            found = find_nodes(address, node_id)
-            for node in found:
+            ray_nodes = find_nodes(address, node_id)
+            for node in ray_nodes:
                 _drain_node(node, notice, address)
         except Exception as error:  # of any kind that Ray raises: only a retry can help
             failure = str(error).strip().splitlines()[-1]
         else:
-            if found:
+            if ray_nodes:
                 seconds = max(0.0, notice.time - time.time())
-                names = ", ".join(node.id for node in found)
+                names = ", ".join(node.id for node in ray_nodes)
                 say(f"{notice.text}; drained {names}, which will be gone in {seconds:.0f} s")
-                return found
+                return ray_nodes
             failure = "no Ray node of this machine is alive"
         if time.time() >= notice.time:
             say(f"{notice.text}; not drained: {failure}")

@@ -73,14 +73,14 @@ def examine(
 def _versions() -> Iterator[Finding]:
     tested = tested_versions()
     for name, installed in versions().items():
-        wanted = tested.get(name)
+        expected = tested.get(name)
         plain = installed.split("+")[0]  # torch 2.13.0+cpu is torch 2.13.0
-        is_tested = wanted is None or plain == wanted
+        is_tested = expected is None or plain == expected
         yield Finding(
             name=name,
             status="ok" if is_tested else "warning",
             found=installed,
-            advice="" if is_tested else f"tested with {wanted}: pip install {name}=={wanted}",
+            advice="" if is_tested else f"tested with {expected}: pip install {name}=={expected}",
         )
 
 
@@ -187,13 +187,13 @@ def _try(name: str, advice: str, action: Callable[[], str]) -> Finding:
     """Run an action and return its outcome as a finding."""
     started = time.monotonic()
     try:
-        found = action()
+        outcome = action()
     except UserError as error:
         return Finding(name=name, status="problem", found=error.problems[0], advice=advice)
     except Exception as error:  # every library behind these checks raises its own
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return Finding(name=name, status="problem", found=reason, advice=advice)
-    return Finding(name=name, status="ok", found=f"{found} ({time.monotonic() - started:.1f} s)")
+    return Finding(name=name, status="ok", found=f"{outcome} ({time.monotonic() - started:.1f} s)")
 
 
 def _ray(address: str | None) -> Iterator[Finding]:

@@ -141,6 +141,7 @@ class RunDriver:
                     lambda name: ask_to_stop(self.channel, name),
                 )
             finally:
+                # Closed before the error is examined: the last events may have the workers' reason.
                 receiver.close()
         except TrainingError:
             # The workers' own reason is more precise than Ray's error.
@@ -179,6 +180,7 @@ class RunDriver:
                     max_failures=failures.left,
                 )
             except ControllerLostError as error:
+                # A signal may end the controller, too.
                 if self.interrupt.signal or failures.is_last:
                     raise
                 handle([Lost(text=f"Ray Train's controller is replaced: {error}", ranks=())])

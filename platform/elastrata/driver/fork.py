@@ -104,6 +104,7 @@ def plan_fork(wanted: str, name: str, overrides: Sequence[str] = ()) -> ForkPlan
         positions=_read_positions(parent, identity, commit, recipe, data),
         fresh_optimizer=before.optimizer.name != recipe.optimizer.name,
     )
+    # Mixtures continue from the origin, which is known only now.
     fork = replace(fork, mixtures=training_data(recipe, fork.origin).mixtures)
     return ForkPlan(fork=fork, changes=tuple(_list_changes(before, recipe, fork)))
 
@@ -240,6 +241,7 @@ def _tokenizer_problems(parent: Storage, data: TrainingData) -> Iterator[str]:
     identity = read_identity(parent)
     for data_set in identity.data if identity else ():
         manifest = Manifest.find(Storage(data_set.url))
+        # The folder may have been deleted, or prepared anew.
         if manifest is None or manifest.fingerprint != data_set.fingerprint:
             continue
         if manifest.tokenizer_fingerprint != data.train.manifest.tokenizer_fingerprint:

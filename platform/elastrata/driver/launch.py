@@ -95,6 +95,7 @@ def train(
         raise UserError(*problems)
     if problems := mask_problems(recipe):
         raise UserError(*problems)
+    # Lengths in epochs or tokens become steps.
     recipe = in_steps(recipe)
     root = Storage(recipe.storage)
     run = root.sub(name)
@@ -117,6 +118,7 @@ def train(
             raise UserError(f"{run.uri()}: was changed by another command just now; try again")
         if identity:
             for commit in commits(run.sub("checkpoints"))[:1]:
+                # The driver that died may not have written the last lines; the commit has them.
                 restore_history(run.sub("history"), commit)
         finished = is_finished(run, steps=recipe.steps_in_all, target=recipe.target)
         stopwatch.passed("ownership")
@@ -127,6 +129,7 @@ def train(
             problems = cluster_problems(recipe, gpus, resources)
             problems += name_problems(recipe, gpus)
             if problems:
+                # An autoscaler may still launch the missing resources.
                 if not launches_nodes():
                     raise UserError(*problems)
                 show(Warned(text=f"waiting for nodes: {'; '.join(problems)}"))
@@ -137,6 +140,7 @@ def train(
             stopwatch.passed("record")
             show(Launched(seconds=stopwatch.seconds))
             driver = RunDriver(recipe, run, data, tracker, channel, interrupt, gpus, show, parent)
+            # From here on Ctrl-C saves a checkpoint first.
             with interrupt.heard(lambda name: _ask_to_stop(channel, show, name)):
                 status = driver.to_end(finished)
     return _to_result(run, recipe.target, tracker.run_id, status)
@@ -182,6 +186,7 @@ def with_workers(recipe: Recipe, gpus: float, resources: Mapping[str, float]) ->
 
 def _max_workers(gpus: float, cpus: float, resources: Mapping[str, float]) -> int:
     if gpus:
+        # The quotient of fractions, such as 0.3 / 0.1, may be just below a whole number.
         return int(resources.get("GPU", 0) / gpus + 1e-9)
     return int(resources.get("CPU", 0) / max(CPUS_OF_A_WORKER, cpus) + 1e-9)
 

@@ -102,17 +102,17 @@ class Observer:
             self._handle(events)
 
     def _handle(self, events: Sequence[Event]) -> None:
-        steps, shown = [], []
+        rows, to_show = [], []
         for event in events:
             if not self._is_new(event):
                 continue
             if isinstance(event, StepRecord | Evaluated | Stalled):
-                steps.append({"step": event.step, **event.to_metrics()})
+                rows.append({"step": event.step, **event.to_metrics()})
             if self._record(event):
-                shown.append(event)
-        if steps:
-            self._tracker.log_steps(steps)
-        for event in shown:
+                to_show.append(event)
+        if rows:
+            self._tracker.log_steps(rows)
+        for event in to_show:
             self._show_safely(event)
 
     def _is_new(self, event: Event) -> bool:
@@ -123,6 +123,7 @@ class Observer:
                 # restart.
                 if event.attempt <= self._attempt:
                     return False
+                # Step numbers repeat after a restart.
                 self._attempt, self._newest_by_kind = event.attempt, {}
             case StepRecord() | Evaluated() | Stalled() | Paced() | Slowed():
                 kind = type(event), event.rank if isinstance(event, Slowed) else None
