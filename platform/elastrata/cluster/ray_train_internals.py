@@ -127,6 +127,7 @@ class ControlledTrainer(ray.train.torch.TorchTrainer):
         variables = {**get_env_vars_to_propagate(), **self._variables}
         kind: Any = ray.remote(
             num_cpus=0,
+            # On the driver's node, so that the loss of another node does not end the controller.
             label_selector={NODE_ID_LABEL_KEY: ray.get_runtime_context().get_node_id()},
             runtime_env={"env_vars": variables},
         )
@@ -165,6 +166,7 @@ class PlacedWorkerGroup(WorkerGroup):
 
 def training_has_ended(seconds: float) -> bool:
     """In a worker: return True once its training thread has ended, False after `seconds`."""
+    # Ray Train has no public way to the training thread.
     runner = get_train_context().execution_context.training_thread_runner
     deadline = time.monotonic() + seconds
     while runner.is_running() and time.monotonic() < deadline:

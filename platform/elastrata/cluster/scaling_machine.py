@@ -284,6 +284,7 @@ class _Demands:
     def handle(self, event: DemandSeen, now: float) -> list[Instruction]:
         waited = now - self._demanded_at
         demanded = self._demanded or 0
+        # Earlier, the autoscaler's status may be about the previous demand.
         if event.is_refused and demanded > event.have and waited >= SECONDS_TO_JUDGE:
             self._refused, self._refused_at = demanded, now
         elif now - self._refused_at >= self._retry_seconds:

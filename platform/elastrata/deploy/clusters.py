@@ -149,6 +149,7 @@ class LauncherFile(BaseModel):
         }
         return ClusterSpec(
             file=file,
+            # Evaluated before `groups`, which then lacks the head.
             head=groups.pop(self.head_node_type),
             groups=tuple(groups.values()),
             max_nodes=most,
@@ -375,13 +376,13 @@ def find_cluster_file(name_or_path: str) -> Path:
         if not os.path.lexists(name_or_path):
             raise UserError(f"{name_or_path}: no such cluster file")
         return Path(name_or_path)
-    shipped = {path.stem: path for path in cluster_files().glob("*.yaml")}
-    if name_or_path not in shipped:
+    files = {path.stem: path for path in cluster_files().glob("*.yaml")}
+    if name_or_path not in files:
         raise UserError(
-            f"{name_or_path}: no such cluster{nearest(name_or_path, shipped)}; expected a .yaml file "
-            f"or one of {', '.join(sorted(shipped))}"
+            f"{name_or_path}: no such cluster{nearest(name_or_path, files)}; expected a .yaml file "
+            f"or one of {', '.join(sorted(files))}"
         )
-    return shipped[name_or_path]
+    return files[name_or_path]
 
 
 def is_launched(path: Path, shown: str) -> bool:

@@ -228,6 +228,7 @@ def _run_tasks(address: str, niceness: list[int]) -> str:
         task = ray.remote(lambda: os.nice(0))
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        # Without CPUs, so that a busy cluster runs the tasks, too.
         refs = [task.options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
         niceness.extend(ray.get(refs, timeout=_SECONDS_FOR_A_TASK))
     if address == "local":

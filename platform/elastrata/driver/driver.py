@@ -68,6 +68,7 @@ class RunDriver:
             The status of the run.
 
         Raises:
+            UserError: the workers refused the recipe or the data.
             TrainingError: training ended early.
             KeyboardInterrupt: a signal stopped the run.
         """

@@ -195,6 +195,7 @@ def _read_fork_origin(run: Storage) -> ForkOrigin | None:
     """Return the origin of a fork; None if the run is not a fork or its folder cannot be read."""
     try:
         identity = read_identity(run)
+    # `look_over` reports these errors later.
     except (UserError, OSError):
         return None
     return identity.origin if identity else None

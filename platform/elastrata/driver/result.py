@@ -49,6 +49,7 @@ class TrainResult:
             for entry in evaluations
         )
         return (
+            # A step may have been evaluated again after a restart.
             steps.join(evaluated.drop_duplicates("step", keep="last").set_index("step"))
             if evaluations
             else steps

@@ -166,6 +166,7 @@ class Progress(ShownLive):
         match event:
             case Started():
                 self._workers = event.world_size
+                # A group of another size has another pace.
                 self._recent.clear()
                 self._last = None
             case Committed():
