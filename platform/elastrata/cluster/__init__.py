@@ -1,1 +1,1 @@
-"""The run time on Ray: the driver, its workers, what is between them, and what replaces them."""
+"""The run time on Ray: workers, their channel to the driver, and the replacement of lost ones."""

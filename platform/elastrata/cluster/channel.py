@@ -128,6 +128,7 @@ class ControlChannel:
 
     async def ask(self, signal: ControlSignal) -> None:
         """Send this signal to the workers, unless a stronger one is pending."""
+        # Actions are ordered: save, halt, stop.
         if self._signal is None or signal.action > self._signal.action:
             self._signal = signal
 
@@ -175,8 +176,8 @@ class ControlChannel:
 
 def open_channel() -> Any:
     """Start a channel on the driver's node, which ends with the driver."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ControlChannel.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
+    own_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ControlChannel.options(scheduling_strategy=own_node).remote()  # type: ignore[attr-defined]
 
 
 class Receiver:
@@ -184,8 +185,8 @@ class Receiver:
 
     Args:
         channel: handle of the channel; it stays valid if the actor is restarted.
-        handle: called after every answer of the channel, at least every second; without events if
-            there are none.
+        handle: called after every answer of the channel, at least every second, even without
+            events.
     """
 
     def __init__(self, channel: Any, handle: Callable[[Sequence[Event]], None]) -> None:
@@ -218,12 +219,13 @@ class Receiver:
             Flag().wait(_PAUSE_SECONDS)
             return None
         self._handle(events)
+        # Set only now: the ticket confirms that its events were handled.
         self._ticket = ticket
         return bool(events)
 
 
 class Sender:
-    """The workers' end of the channel: sends events in its own thread, without blocking.
+    """The workers' end of the channel: sends events in its own thread; `send` never blocks.
 
     Any thread may send. Ranks other than 0 send only events that end their group: refusals, and
     choices that ran out of memory.
@@ -262,6 +264,7 @@ class Sender:
 
     def _drop(self) -> None:
         """Drop the oldest step record."""
+        # The run's history has the step records, too.
         records = (n for n, event in enumerate(self._queue) if isinstance(event, StepRecord))
         del self._queue[next(records, 0)]
         if not self._has_dropped:

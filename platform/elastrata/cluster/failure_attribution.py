@@ -1,13 +1,13 @@
-"""Failures: which rank's error ended a group of workers, and how many more groups may be lost."""
+"""Failures: which rank's error ended a group of workers, and how many more losses are allowed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 _KINDS = ("DistError",)
-"""PyTorch's own error of collectives, or a base of it."""
+"""Names of PyTorch's error classes for collectives."""
 _WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "processgroup")
-"""In errors of collectives that have no kind of their own."""
+"""Words in errors of collectives that PyTorch raises as a plain RuntimeError."""
 
 
 def is_victim(error: BaseException) -> bool:
@@ -19,17 +19,17 @@ def is_victim(error: BaseException) -> bool:
 
 
 def culprits(errors: Mapping[int, Exception]) -> dict[int, Exception]:
-    """Return the errors, by rank, that are no victims'; all of them if every one is."""
-    own = {rank: error for rank, error in errors.items() if not is_victim(error)}
-    return own or dict(errors)
+    """Return the errors, by rank, that are not victims'; all errors if every one is a victim's."""
+    primary = {rank: error for rank, error in errors.items() if not is_victim(error)}
+    return primary or dict(errors)
 
 
+# The only count: Ray Train gets `left` at every start, and gives up by it.
 class Failures:
-    """Counts losses and says how many are left. The only place that does; Ray Train is told what is
-    left, and gives up by it.
+    """Count of lost groups of workers in one launch.
 
     Args:
-        most: losses to survive; -1: any number.
+        most: losses to survive; -1 for any number.
     """
 
     def __init__(self, most: int) -> None:
@@ -39,11 +39,12 @@ class Failures:
         """Groups of workers that were lost in this launch."""
 
     def lose(self, attempt: int) -> bool:
-        """Counts the loss of an attempt's workers, once, as one loss may be seen in several ways.
+        """Count the loss of an attempt's workers.
 
         Returns:
-            Whether it was not yet counted.
+            True if it was not yet counted.
         """
+        # One loss may be reported in several ways.
         is_new = attempt != self._lost_attempt
         self._lost_attempt = attempt
         self.count += is_new
@@ -51,10 +52,10 @@ class Failures:
 
     @property
     def left(self) -> int:
-        """Losses that the run still survives; -1: any number."""
+        """Losses that the run still survives; -1 for any number."""
         return self._most if self._most < 0 else max(0, self._most - self.count)
 
     @property
     def is_last(self) -> bool:
-        """Whether the next loss is one too many."""
+        """True if the run does not survive the next loss."""
         return self.left == 0

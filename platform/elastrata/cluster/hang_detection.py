@@ -1,7 +1,7 @@
-"""Liveness: whether the workers of a run have been silent for too long.
+"""Hang detection: decides when the workers of a run have been silent for too long.
 
-Events go in, instructions come out. Nothing here knows Ray or reads a clock: `watchdog.py` feeds
-it and carries out what it says.
+Events go in, instructions come out. This module does not import Ray and reads no clock:
+`watchdog.py` feeds it and carries out its instructions.
 """
 
 from __future__ import annotations
@@ -11,60 +11,61 @@ from dataclasses import dataclass
 
 from elastrata.step.events import Event, Halted, Lost, Started
 
+# A process that checks more often than that and finds a longer gap was itself suspended or starved.
 _LONGEST_LOOK_SECONDS = 2.0
-"""Who looks more often than that and finds longer gaps was stopped itself, or starved."""
+"""Most seconds of silence that one check adds."""
 NO_ANSWER = "?"
 """The state of a process whose node does not answer."""
 _STOPPED = "T"
 
 
 class HeartbeatTimeout:
-    """Counts the seconds without a sign of life. A clock that never goes back is passed in.
+    """Timeout on the seconds without an event. A monotonic clock is passed in.
 
-    What this process has slept through does not count: it would have heard nothing.
+    Time that this process was suspended does not count, as it could not have received an event.
 
     Args:
-        seconds: of silence, after which the time is over.
+        seconds: longest allowed silence.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._looked: float | None = None
+        self._checked_at: float | None = None
         self.silent = 0.0
-        """Seconds since the last sign."""
+        """Seconds since the last event."""
 
     def beat(self) -> None:
-        """There was a sign of life."""
-        self._looked, self.silent = None, 0.0
+        """Reset the timeout: an event has arrived."""
+        self._checked_at, self.silent = None, 0.0
 
     def is_over(self, now: float) -> bool:
-        """Called at every look, at least every two seconds."""
-        if self._looked is not None:
-            self.silent += min(now - self._looked, _LONGEST_LOOK_SECONDS)
-        self._looked = now
+        """Return True if the silence was too long. Call it at least every two seconds."""
+        if self._checked_at is not None:
+            self.silent += min(now - self._checked_at, _LONGEST_LOOK_SECONDS)
+        self._checked_at = now
         return self.silent > self._seconds
 
 
 @dataclass(frozen=True)
 class Look:
-    """It is time to act, where there is cause."""
+    """Time to act on an expired timeout."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The driver has taken these events of the workers; it is certain that there were no others."""
+    """The driver has received these events of the workers, and certainly no others."""
 
     events: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Kills the processes of a group of workers; answered with `Killed`."""
+    """An instruction to kill the processes of a group of workers; answered with `Killed`."""
 
     pids: Mapping[int, tuple[str, int]]
-    """Node and process, by rank."""
+    """Node id and process id by rank."""
     silent: float
-    """Seconds without an event of theirs."""
+    """Seconds without an event of the group."""
 
 
 @dataclass(frozen=True)
@@ -73,25 +74,26 @@ class Killed:
 
     kill: Kill
     states: Mapping[int, str]
-    """In which each rank's process was, in one letter as in /proc; or `NO_ANSWER`."""
+    """State of each rank's process when it was killed, one letter as in /proc; or `NO_ANSWER`."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Tells of a group of workers that was killed."""
+    """An instruction to report that a group of workers was killed."""
 
     lost: Lost
 
 
+# A process that is stopped, or waits for ever in a collective, does not answer questions; but it
+# sends no events either, so silence is the sign.
 class WorkerLiveness:
-    """Whether a group of workers takes steps.
+    """State machine that decides whether a group of workers hangs.
 
-    A process that is stopped, or waits for ever in a collective, answers nobody; but it sends no
-    events either. They are missed from the moment a group is ready to the moment it halts or is
-    lost. Only what the driver was told counts: while nobody can hear of events, none are missed.
+    Events are expected from the start of a group until it halts or is lost. Only events that the
+    driver received count: while the driver can receive none, no timeout runs.
 
     Args:
-        seconds: the longest time from one event to the next.
+        seconds: longest allowed time between two events.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -100,14 +102,11 @@ class WorkerLiveness:
         self._pids: Mapping[int, tuple[str, int]] = {}
 
     def handle(self, event: Taken | Look | Killed, now: float) -> list[Kill | Report]:
-        """Takes an event; `Taken` comes at least every two seconds.
+        """Take an event and return instructions. `Taken` comes at least every two seconds.
 
         Args:
-            event: what has happened.
-            now: by a clock that never goes back, in seconds.
-
-        Returns:
-            What is to be done.
+            event: the event.
+            now: time of a monotonic clock, in seconds.
         """
         match event:
             case Taken(events):
@@ -117,14 +116,15 @@ class WorkerLiveness:
                 self._pids = {}
                 return [kill]
             case Killed(kill, states):
-                if not self._pids:  # those whose node did not answer are tried again
+                if not self._pids:  # try again those whose node did not answer
                     self._pids = {r: p for r, p in kill.pids.items() if states[r] == NO_ANSWER}
-                return [Report(_lost(states, kill.silent))]
+                return [Report(_to_lost(states, kill.silent))]
         return []
 
     def _take(self, events: tuple[Event, ...], now: float) -> None:
         if events:
             self._timeout.beat()
+        # Decided here, when it is certain which events arrived, and acted on at the next `Look`.
         self._is_over = self._timeout.is_over(now)
         for event in events:
             if isinstance(event, Started):
@@ -133,7 +133,7 @@ class WorkerLiveness:
                 self._pids = {}
 
 
-def _lost(states: Mapping[int, str], silent: float) -> Lost:
+def _to_lost(states: Mapping[int, str], silent: float) -> Lost:
     stopped = tuple(sorted(rank for rank, state in states.items() if state == _STOPPED))
     why = f"; stopped: rank {', '.join(map(str, stopped))}" if stopped else ""
     return Lost(text=f"no sign of the workers for {silent:.0f} s: killed{why}", ranks=stopped)

@@ -1,4 +1,4 @@
-"""A job: everything that the workers of a run are told."""
+"""A job: everything that the workers of a run receive."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from elastrata_pipelines.storage import Storage
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A value: it can be sent to any process."""
+    """Recipe, data and services of a run; can be sent to any process."""
 
     recipe: Recipe
     run: Storage
     phases: tuple[Phase, ...]
     held_out: tuple[Mapping[str, Batches], ...]
-    """For the evaluations in every phase, by name of the set."""
+    """Evaluation data of every phase, by name of the set."""
     channel: Any
-    """Handle of the driver's channel."""
+    """Handle of the control channel."""
     replicas: Replicas | None
-    """Where the copies in memory are kept; None: nowhere."""
+    """Store of the in-memory checkpoints; None if they are off."""
     parent: Parent | None = None
-    """The weights that it begins with, where it has no checkpoint; None: drawn ones."""
+    """Weights to begin with if the run has no checkpoint; None to initialise at random."""

@@ -1,4 +1,4 @@
-"""Leaked placement groups of a run: their controller died, or gave up and left them behind."""
+"""Leaked placement groups of a run, left behind by a controller that died or gave up."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _KEY = "elastrata-controller:"
 
 
 def note_controller(run: str) -> None:
-    """Called in Ray Train's controller: says which actor makes the placement groups of that run."""
+    """In Ray Train's controller: record which actor creates the placement groups of the run."""
     actor = ray.get_runtime_context().get_actor_id() or ""
     keep(f"{_KEY}{run}", actor)
 
 
 def remove_leaked(run: str) -> None:
-    """Frees what the run's newest controller has placed: Ray keeps that until the job ends. What
-    other runs of this job have placed stays."""
+    """Remove the placement groups of the run's newest controller; those of other runs in this job
+    stay."""
+    # Ray would keep their resources reserved until the job ends.
     if actor := kept(f"{_KEY}{run}"):
         for group in placement_groups_of(actor):
             remove_placement_group(PlacementGroup(PlacementGroupID(group)))

@@ -51,9 +51,9 @@ _ANSWER_SECONDS, _PAUSE_SECONDS = 10.0, 0.2
 
 def names_of(node: Node) -> tuple[str, ...]:
     """Return the names of a node in a recipe: its own ones first, then those of its kind."""
-    own = (node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"])
+    own_names = (node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"])
     group = (node.get("Labels") or {}).get(NODE_GROUP)
-    return (*own, *([group] if group else []), *devices_of(node))
+    return (*own_names, *([group] if group else []), *devices_of(node))
 
 
 def devices_of(node: Node) -> list[str]:
@@ -96,13 +96,13 @@ def unknown_names(key: str, values: Mapping[str, float]) -> list[str]:
     if not values:
         return []
     alive = [node for node in nodes() if node["Alive"]]
-    known = {name for node in alive for name in names_of(node)}
+    known_names = {name for node in alive for name in names_of(node)}
     devices = sorted({name for node in alive for name in devices_of(node)})
     return [
         f"workers.{key}.{name}: {value:.10g}: no node or device of that name in the cluster, whose "
-        f"devices are {', '.join(devices)}{nearest(name, known)}"
+        f"devices are {', '.join(devices)}{nearest(name, known_names)}"
         for name, value in values.items()
-        if name not in known
+        if name not in known_names
     ]
 
 
@@ -115,7 +115,7 @@ class FixedFactors:
     copies: int
     """Number of consecutive ranks that have the same rows."""
     repeats: int
-    """Number of sets of ranks that each have all rows."""
+    """Number of sets of ranks; the ranks of each set together have all rows."""
 
     def __call__(self, node_ids: Sequence[str]) -> SpeedSource:
         """Return the speeds of a group, given the node of each rank."""
@@ -148,7 +148,7 @@ class NodeKinds:
     copies: int
     """Number of consecutive ranks that have the same rows."""
     repeats: int
-    """Number of sets of ranks that each have all rows."""
+    """Number of sets of ranks; the ranks of each set together have all rows."""
 
     def __call__(self, node_ids: Sequence[str]) -> RankKinds:
         """Return the kinds of a group's data ranks, given the node of each rank."""
@@ -201,12 +201,14 @@ class SpeedBook:
             case Started():
                 self._nodes = {rank: node for rank, (node, _) in event.pids.items()}
                 self._trained_to, self._has_started = event.step, True
+                # The new group's workers are measured afresh.
                 for node in set(self._nodes.values()) & self._slow.keys():
                     del self._slow[node]
             case Slowed():
                 ranks = self._slow.setdefault(event.node, {})
                 ranks[event.rank] = 1.0 if event.is_over else event.factor
             case Paced():
+                # An event of an older group may arrive late.
                 if self._group and len(event.speeds) == self._group.num_ranks:
                     self._newest_speeds = event.speeds
                 self._note_paces(event.paces)
@@ -234,6 +236,7 @@ class SpeedBook:
             self._begin(group, step)
         if group != self._group:
             return group.begins_with
+        # Before the first step, readers may ask in any order: training begins at the smallest step.
         if not self._has_started:
             self._trained_to = min(self._trained_to, step)
         # A task that asks again, as after a retry, must get the same answer.
@@ -269,7 +272,7 @@ class MeasuredSpeeds:
     copies: int
     """Number of consecutive ranks that have the same rows."""
     repeats: int
-    """Number of sets of ranks that each have all rows."""
+    """Number of sets of ranks; the ranks of each set together have all rows."""
 
     def __call__(self, node_ids: Sequence[str]) -> SpeedSource:
         """Return the speeds of a group, given the node of each rank. They begin with the paces of
@@ -283,6 +286,7 @@ class MeasuredSpeeds:
         paces = [known_paces.get(node, median_pace) for node in node_ids]
         groups = of_groups(paces, copies=self.copies, repeats=self.repeats)
         speeds = quantized(groups) if paces_here else ()
+        # Unix time orders the groups of all controllers of the run.
         key = GroupKey(number=time.time_ns(), num_ranks=len(groups), begins_with=speeds)
         return SpeedsOfChannel(self.channel, key)
 

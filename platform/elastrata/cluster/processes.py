@@ -1,4 +1,5 @@
-"""The processes that a raylet has started on this machine. Only Linux tells."""
+"""The processes that a raylet has started on this machine, from Linux's `/proc`; empty
+elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ PROCESSES = Path("/proc")
 
 
 def children(parent: int) -> Iterator[Path]:
-    """The folders of a process's children in `/proc`."""
+    """Yield the folders in `/proc` of a process's children."""
     if not PROCESSES.is_dir():
         return
     for process in PROCESSES.iterdir():
@@ -20,7 +21,7 @@ def children(parent: int) -> Iterator[Path]:
 
 
 def state(process: Path) -> str:
-    """The state of a process, in one letter as in /proc (T: stopped, X: gone)."""
+    """Return the state of a process, one letter as in /proc (T: stopped, X: gone)."""
     try:
         return _status(process)[0]
     except OSError:
@@ -28,14 +29,14 @@ def state(process: Path) -> str:
 
 
 def title(process: Path) -> str:
-    """The title that a process gives itself; empty where it has ended."""
+    """Return the title that a process gave itself; empty if it has ended."""
     with suppress(OSError):
         return (process / "cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace")
     return ""
 
 
 def environment(process: Path, *names: str) -> dict[str, str]:
-    """Those of these variables that a process was started with."""
+    """Return those of these variables that a process was started with."""
     with suppress(OSError):
         entries = (process / "environ").read_bytes().decode(errors="replace").split("\0")
         pairs = (entry.partition("=") for entry in entries)
@@ -44,5 +45,5 @@ def environment(process: Path, *names: str) -> dict[str, str]:
 
 
 def _status(process: Path) -> list[str]:
-    # the name, in brackets, may hold spaces, brackets and bytes that are no text
+    # The name, in brackets, may contain spaces, brackets and undecodable bytes.
     return (process / "stat").read_bytes().rpartition(b")")[2].decode().split()

@@ -1,9 +1,9 @@
-"""Ray's internals: what is used of Ray, except Ray Train, that Ray does not promise.
+"""Ray's internals: the parts of Ray, except Ray Train, that are used but not public.
 
 No other module imports `ray._private`, `ray._raylet` or Ray's protocol buffers. Each function says
 which public way is missing; `docs/ray-internals.md` says what breaks without it. Check this file
-first when Ray's version changes. Ray Train is in `ray_train_internals.py`, as its import takes a
-second.
+first when Ray's version changes. Ray Train's internals are in `ray_train_internals.py`, as their
+import takes a second.
 """
 
 from __future__ import annotations
@@ -28,28 +28,32 @@ from ray.core.generated import (
 from ray.experimental import internal_kv
 from ray.runtime_env import RuntimeEnv
 
-# `runtime_env={"worker_process_setup_hook": ...}` works in `ray.init` alone: a session that someone
-# else has opened would have no hook, and in ours every process of the job would run it.
+# `runtime_env={"worker_process_setup_hook": ...}` works in `ray.init` alone: a session that the
+# user has opened would have no hook, and in our own every process of the job would run it.
 SETUP_HOOK = WORKER_PROCESS_SETUP_HOOK_ENV_VAR
-"""The variable of a runtime environment that names what a process calls when it starts."""
+"""The variable of a runtime environment that names a function which a process calls when it
+starts."""
 
 
 def draining_nodes() -> Iterable[str]:
     """Return the ids of the nodes that are being drained."""
-    # `ray.nodes()` does not say it, `ray list nodes` neither, and `ray.train.get_preemption_info()`
-    # is a barrier of workers.
+    # Neither `ray.nodes()` nor `ray list nodes` shows them, and
+    # `ray.train.get_preemption_info()` is a barrier of workers.
     return state.get_draining_nodes() or ()
 
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:
-    """Return the resources that are not claimed, by node."""
+    """Return the unclaimed resources by node."""
     # `ray.available_resources()` gives the sum over all nodes.
     free: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
     return free
 
 
 def is_infeasible(seconds: float) -> bool:
-    """Return whether the cluster's autoscaler can never provide what is requested.
+    """Return True if the cluster's autoscaler can never provide all requested resources.
+
+    Args:
+        seconds: timeout of the call.
 
     Raises:
         ray.exceptions.RpcError: the head process does not answer in time.
@@ -62,18 +66,18 @@ def is_infeasible(seconds: float) -> bool:
 
 
 def keep(key: str, value: str) -> None:
-    """Store a value in the tables of the cluster."""
+    """Store a value in the cluster's key-value store."""
     internal_kv._internal_kv_put(key, value.encode())
 
 
 def kept(key: str) -> str | None:
-    """Return the value that is stored under the key."""
+    """Return the value of a key in the cluster's key-value store; None if it has none."""
     value: Any = internal_kv._internal_kv_get(key)
     return value.decode() if value else None
 
 
 def placement_groups_of(actor: str) -> list[bytes]:
-    """Return the ids of the placement groups that an actor has made and that were not removed."""
+    """Return the ids of the placement groups that an actor has created and that still exist."""
     # `placement_group_table()` does not name the creator, and Ray Train gives its groups no name.
     accessor: Any = state._connect_and_get_accessor()
     groups: list[Any] = [
@@ -88,18 +92,18 @@ def placement_groups_of(actor: str) -> list[bytes]:
 
 
 def prestart(address: str, *, keep_seconds: float, seconds: float) -> None:
-    """Ask a raylet for an idle process with the caller's runtime environment and job.
+    """Request an idle process with the caller's runtime environment and job from a raylet.
 
     Args:
-        address: of the raylet.
-        keep_seconds: after which Ray may end the process.
-        seconds: to answer in.
+        address: address of the raylet.
+        keep_seconds: time after which Ray may end the process.
+        seconds: timeout of the call.
     """
     # Ray has no Python call for it; its own `prestart_worker_first_driver` starts plain processes.
     context = ray.get_runtime_context()
     serialized = context.get_runtime_env_string()  # type: ignore[no-untyped-call]
     environment = get_runtime_env_info(RuntimeEnv.deserialize(serialized))
-    environment.serialized_runtime_env = serialized  # compared by its hash: not a byte may differ
+    environment.serialized_runtime_env = serialized  # Ray compares its hash
     request = node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]
         language=common_pb2.Language.PYTHON,  # type: ignore[attr-defined]
         job_id=bytes.fromhex(context.get_job_id()),
@@ -113,7 +117,7 @@ def prestart(address: str, *, keep_seconds: float, seconds: float) -> None:
 
 
 def replace_printer(printer: Callable[..., None]) -> Callable[..., None]:
-    """Have a function print the lines of other processes in this one; return the one before."""
+    """Install a function that prints the output of other processes; return the previous one."""
     # `ray.init(log_to_driver=False)` still prints every error in the cluster, in pages.
     before: Callable[..., None] = worker.print_to_stdstream
     worker.print_to_stdstream = printer

@@ -1,4 +1,4 @@
-"""Ray Train's internals: every part of Ray Train that this project uses and Ray does not promise.
+"""Ray Train's internals: every part of Ray Train that is used but not public.
 
 No other module imports `ray.train.v2` or names an underscore member of Ray Train. The members in
 `PRIVATE_MEMBERS` are looked up before a run starts; `docs/ray-internals.md` says what each is for
@@ -96,9 +96,9 @@ class ControlledTrainer(ray.train.torch.TorchTrainer):
     """Ray's trainer with a controller and a scaling policy of this project.
 
     Args:
-        arguments: of Ray's trainer.
-        controller: class of the actor that leads the workers.
-        policy: decides the number of workers; it has the methods of Ray's `ScalingPolicy`.
+        arguments: arguments of Ray's trainer.
+        controller: class of the actor that controls the workers.
+        policy: scaling policy, with the methods of Ray's `ScalingPolicy`.
         variables: environment variables of the controller's process.
         named: further arguments of Ray's trainer.
     """
@@ -117,7 +117,7 @@ class ControlledTrainer(ray.train.torch.TorchTrainer):
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         # Ray's trainer has no parameter for the controller's class, its policy or its environment.
         # Its cleaner of placement groups asks the dashboard of whichever cluster answers for the
-        # controller, and removes the groups of a live one; the driver frees what is left instead.
+        # controller, and removes the groups of a live one; the driver removes leaked ones instead.
         arguments["scaling_policy"] = self._policy
         arguments["callbacks"] = [
             callback
@@ -127,6 +127,7 @@ class ControlledTrainer(ray.train.torch.TorchTrainer):
         variables = {**get_env_vars_to_propagate(), **self._variables}
         kind: Any = ray.remote(
             num_cpus=0,
+            # On the driver's node, so that the loss of another node does not end the controller.
             label_selector={NODE_ID_LABEL_KEY: ray.get_runtime_context().get_node_id()},
             runtime_env={"env_vars": variables},
         )
@@ -136,17 +137,17 @@ class ControlledTrainer(ray.train.torch.TorchTrainer):
 
 
 class PlacedWorkerGroup(WorkerGroup):
-    """Ray Train's group of workers, whose places and processes a subclass provides."""
+    """Ray Train's group of workers; subclasses provide places and processes."""
 
     def reserve(self, context: WorkerGroupContext) -> PlacementGroupHandle:
-        """Ask for room for the workers of the group."""
+        """Reserve resources for the workers of the group."""
         raise NotImplementedError
 
     def start_workers(self, places: Any) -> list[Worker]:
-        """Return the workers of the group once they run, in the order of their places.
+        """Start the workers of the group and return them once they run, in the order of places.
 
         Args:
-            places: `placement_group` of what `reserve` returned.
+            places: `placement_group` of the handle that `reserve` returned.
         """
         raise NotImplementedError
 
@@ -165,6 +166,7 @@ class PlacedWorkerGroup(WorkerGroup):
 
 def training_has_ended(seconds: float) -> bool:
     """In a worker: return True once its training thread has ended, False after `seconds`."""
+    # Ray Train has no public way to the training thread.
     runner = get_train_context().execution_context.training_thread_runner
     deadline = time.monotonic() + seconds
     while runner.is_running() and time.monotonic() < deadline:

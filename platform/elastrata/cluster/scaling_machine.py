@@ -208,6 +208,7 @@ class ScalingMachine:
         return [Look.ROOM] if self._begin_check(now) else []
 
     def _handle_size(self, event: SizeProposed, now: float) -> list[Instruction]:
+        # Others than Ray Train may hold a part of the reserved resources.
         count = min(event.proposed, event.workers + event.free)
         count -= count % self._multiple
         if count == event.workers:
@@ -217,6 +218,7 @@ class ScalingMachine:
     def _handle_room(self, workers: int, now: float) -> list[Instruction]:
         if self._halt is None:
             return self._leave_nodes(workers, now)
+        # Too little room for any group: keep waiting, as nodes may join or become free.
         if workers < self._least:
             return []
         return [*self._withdraw(), Resize(workers)]
@@ -282,6 +284,7 @@ class _Demands:
     def handle(self, event: DemandSeen, now: float) -> list[Instruction]:
         waited = now - self._demanded_at
         demanded = self._demanded or 0
+        # Earlier, the autoscaler's status may be about the previous demand.
         if event.is_refused and demanded > event.have and waited >= SECONDS_TO_JUDGE:
             self._refused, self._refused_at = demanded, now
         elif now - self._refused_at >= self._retry_seconds:
@@ -308,8 +311,8 @@ class _Demands:
 def place(rooms: Mapping[str, int], workers: int, tensor: int) -> list[str] | None:
     """Return the node of each worker, in the order of ranks; None if not all workers fit.
 
-    Whole tensor groups are placed first, node by node. The remaining workers share what is left on
-    each node and come last, so that few groups are split over nodes.
+    Whole tensor groups are placed first, node by node. The remaining workers fill the rest of each
+    node and come last, so that few groups are split over nodes.
 
     Args:
         rooms: number of workers that fit on each node; nodes in front are filled first.

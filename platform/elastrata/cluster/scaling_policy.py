@@ -183,8 +183,8 @@ class GracefulScalingPolicy(ControllerCallback):
     def _carry_out(self, instruction: Instruction) -> ScalingDecision | None:
         match instruction:
             case Look():
-                seen = self._look(instruction)
-                return self._feed(seen) if seen else None
+                answer = self._look(instruction)
+                return self._feed(answer) if answer else None
             case Signal(signal):
                 self._call("ask", signal)
             case Withdraw():
@@ -196,6 +196,7 @@ class GracefulScalingPolicy(ControllerCallback):
                 return self._resize(workers)
             case StartGroup():
                 count = self._count_reserved()
+                # Too few resources yet: the machine tries again.
                 if count is None or count < self.scaling_config.min_workers:
                     return None
                 return self._resize(count)
@@ -209,8 +210,10 @@ class GracefulScalingPolicy(ControllerCallback):
                 self._avoided = self._exclude_slow(draining() | unreachable())
                 return None
             case Look.NODES:
-                own = {worker.metadata.node_id for worker in self._group.workers}
-                self._own_nodes, leaving = frozenset(own), draining()
+                own_nodes = {worker.metadata.node_id for worker in self._group.workers}
+                self._own_nodes, leaving = frozenset(own_nodes), draining()
+                # Slowness alone does not end a running group: its slow nodes stay until the next
+                # resize.
                 self._avoided = leaving | (self._exclude_slow(leaving) - self._own_nodes)
                 return NodesSeen(leaving & self._own_nodes)
             case Look.SIZE:
@@ -225,10 +228,10 @@ class GracefulScalingPolicy(ControllerCallback):
     def _propose_size(self) -> SizeProposed | None:
         """Return another size for the group; None while its newcomers have yet to start."""
         if self._proposed is None:
-            have, wanted = self._group.num_workers, self._consider_size()
-            if wanted in (None, have) or wanted < self.scaling_config.min_workers:
+            have, num_wanted = self._group.num_workers, self._consider_size()
+            if num_wanted in (None, have) or num_wanted < self.scaling_config.min_workers:
                 return None
-            self._proposed = SizeProposed(have, wanted, self._count_free())
+            self._proposed = SizeProposed(have, num_wanted, self._count_free())
         if self._is_awaiting_newcomers(self._proposed):
             return None
         proposed, self._proposed = self._proposed, None
@@ -241,6 +244,7 @@ class GracefulScalingPolicy(ControllerCallback):
         since = max(self._group.start_time, self._considered_at)
         if now - since < self.scaling_config.elastic_resize_monitor_interval_s:
             return None
+        # Not `_reserved_at`: reservations are queried more often than resizes are considered.
         self._considered_at = now
         return self._count_reserved()
 

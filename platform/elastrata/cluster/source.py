@@ -1,9 +1,9 @@
-"""The source of a run's samples: where its stream begins, told by its newest state.
+"""The source of a run's samples: a stream that begins at the newest state.
 
-Ray Train's controller calls this for every new group of workers; it imports no torch, so that the
-controller starts fast.
+Ray Train's controller calls this for every new group of workers.
 """
 
+# This module imports no torch, so that Ray Train's controller starts fast.
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,19 +22,20 @@ from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import descriptors
 
 _resume_point: ResumePoint | None = None
-"""In a worker: the state that its group begins from."""
+"""In a worker: the state that its group resumes from."""
 
 
 class Source(WorkerGroupCallback):
-    """Looks for the newest state before every new group of workers: their stream begins there, and
-    each of them is told which state to restore.
+    """Finds the newest state before each new group of workers starts.
+
+    The stream begins at that state, and every worker receives it to restore from.
 
     Args:
         run: the run's folder.
-        phases: of the run.
-        channel: to the driver.
-        replicas: where the copies in memory are; None: nowhere.
-        max_steps: most steps that are read together; None: any number.
+        phases: phases of the run.
+        channel: handle of the control channel.
+        replicas: store of the in-memory checkpoints; None if they are off.
+        max_steps: most steps that are read together; None for any number.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Source(WorkerGroupCallback):
         self._newest: ResumePoint | None = None
 
     def __call__(self) -> Dataset:
-        """The descriptors from the newest state that is whole, in memory or on storage, to the last
+        """Return the descriptors from the newest intact state, in memory or on storage, to the last
         step. Ray Train calls it before `after_worker_group_start`."""
         self._newest = patiently(
             lambda: newest_state(self._run, self._replicas, self._warn),
@@ -61,20 +62,20 @@ class Source(WorkerGroupCallback):
         return descriptors(self._phases, self._newest.start, max_steps=self._max_steps)
 
     def after_worker_group_start(self, worker_group: Any) -> None:
-        """Tells every worker, before it trains."""
+        """Send the resume point to every worker before it trains."""
         assert self._newest is not None, "no stream was opened for this group"
-        worker_group.execute(_begin_from, self._newest)
+        worker_group.execute(_set_resume_point, self._newest)
 
     def _warn(self, line: str) -> None:
         tell(self._channel, Warned(text=line))
 
 
 def resume_point() -> ResumePoint:
-    """In a worker that trains: the state that its group begins from."""
+    """In a training worker: return the state that its group resumes from."""
     assert _resume_point is not None
     return _resume_point
 
 
-def _begin_from(newest: ResumePoint) -> None:
+def _set_resume_point(newest: ResumePoint) -> None:
     global _resume_point
     _resume_point = newest

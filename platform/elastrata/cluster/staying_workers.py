@@ -111,7 +111,7 @@ class WorkerPlaces(PlacementGroupHandle):
         self._groups: dict[int, PlacementGroup] = {}
         self._seconds_to_wait = float("inf")
         self.newcomers: Newcomers | None = None
-        """Workers that start for a larger next group; None if there are none."""
+        """Workers that start for a larger next group, or None."""
         self.is_kept = False
         """True while the places outlive their group."""
 
@@ -177,6 +177,7 @@ class WorkerPlaces(PlacementGroupHandle):
             True once all have started; None if they got no resources in time and were given up.
         """
         if self.newcomers is None or len(self.newcomers.actors) != number:
+            # The requested number has changed: start over.
             self.free(self.newcomers.actors if self.newcomers else ())
             actors = self.start(self.reserve([selector] * number))
             calls = [actor.get_metadata.remote() for actor in actors.values()]
@@ -184,6 +185,7 @@ class WorkerPlaces(PlacementGroupHandle):
         if self.newcomers.have_started:
             return True
         is_late = time.monotonic() - self.newcomers.since > _SECONDS_TO_PREPARE
+        # Only missing resources count as late: a process may be slow to start.
         if not is_late or all(self._groups[place].wait(0) for place in self.newcomers.actors):
             return False
         self.free(self.newcomers.actors)
@@ -273,6 +275,7 @@ def leave(seconds: float) -> bool:
         return False
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Reference cycles would keep the model in memory.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -345,31 +348,32 @@ class Handover(WorkerGroupCallback, ControllerCallback):
             self._leaving, places.is_kept = None, False
         yield
 
-    def _set_aside(self, places: WorkerPlaces, wanted: int) -> None:
+    def _set_aside(self, places: WorkerPlaces, num_wanted: int) -> None:
         """Keep the workers that may stay out of Ray's shutdown, and start missing ones."""
         state, policy = self._group.get_worker_group_state(), self._policy
         workers: list[Worker] = list(state.workers)
         errors, ranks = _errors_by_rank(self._group), range(len(workers))
         leaving = {rank for rank in ranks if workers[rank].metadata.node_id in policy.avoided}
         failed = {rank for rank, error in errors.items() if not is_victim(error)}
-        staying = [rank for rank in ranks if rank not in leaving | failed][:wanted]
-        if not staying or (policy.places_by_rules and (wanted != len(workers) or leaving)):
+        staying = [rank for rank in ranks if rank not in leaving | failed][:num_wanted]
+        if not staying or (policy.places_by_rules and (num_wanted != len(workers) or leaving)):
             return
         places.is_kept = True
         # Ray shuts down, with seconds of patience, every worker that its state still names.
         state.workers.clear()
-        replaced = sorted(failed - leaving)[: wanted - len(staying)]
-        stay = [workers[rank] for rank in staying]
+        # A failed worker is replaced in its own place, unless its node is leaving.
+        replaced = sorted(failed - leaving)[: num_wanted - len(staying)]
+        staying_workers = [workers[rank] for rank in staying]
         for rank in set(ranks).difference(staying):
             ray.kill(workers[rank].actor)
         places.free(_place(workers[rank]) for rank in set(ranks).difference(staying, replaced))
         coming = dict(places.newcomers.actors) if places.newcomers else {}
         places.newcomers = None
-        coming |= places.start(set(places.numbers).difference(map(_place, stay), coming))
+        coming |= places.start(set(places.numbers).difference(map(_place, staying_workers), coming))
         # Every error is a victim's: the cause is unknown, so if all workers answer, none is
         # trusted.
-        is_unexplained = bool(errors) and len(stay) == len(workers)
-        self._leaving = stay, Stayed((), coming, places), is_unexplained
+        is_unexplained = bool(errors) and len(staying_workers) == len(workers)
+        self._leaving = staying_workers, Stayed((), coming, places), is_unexplained
 
     @override
     def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
@@ -398,19 +402,21 @@ class StayingWorkerGroup(PlacedWorkerGroup):
     ) -> None:
         super().__init__(train_run_context, worker_group_context, callbacks)
         self._run, self._context = train_run_context, worker_group_context
+        # Ray creates the group itself and passes only the callbacks.
         handovers = [each for each in callbacks or () if isinstance(each, Handover)]
         self._stayed = handovers[0].take() if handovers else None
 
     @override
     def reserve(self, context: WorkerGroupContext) -> WorkerPlaces:
-        stayed, wanted = self._stayed, context.num_workers
-        selectors: Any = context.label_selector or [None] * wanted
+        stayed, num_wanted = self._stayed, context.num_workers
+        selectors: Any = context.label_selector or [None] * num_wanted
         if stayed is None:
             places = WorkerPlaces(self._run, context.resources_per_worker)
             places.reserve(selectors)
             return places
-        places, missing = stayed.places, wanted - len(stayed.workers)
+        places, missing = stayed.places, num_wanted - len(stayed.workers)
         free = [n for n in places.numbers if n not in {*map(_place, stayed.workers)}]
+        # The old places may be too many or too few for the new group.
         places.free(free[missing:])
         places.reserve(selectors[: max(0, missing - len(free))])
         places.hurry()

@@ -1,6 +1,6 @@
-"""The watchdog: workers that take no more steps are killed, so that Ray replaces them.
+"""The watchdog: kills workers that take no more steps, so that Ray replaces them.
 
-`liveness.py` decides what has been silent for too long.
+`hang_detection.py` decides when the workers have been silent for too long.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _LONGEST_WAIT_FOR_A_KILL = 30.0
 
 
 class Watchdog:
-    """Watches the events of a run, in a thread of its own.
+    """Watches the events of a run, in its own thread.
 
     Args:
-        seconds: the longest time from one event to the next.
-        report: called with what was found, after the workers' processes were killed.
+        seconds: longest allowed time between two events.
+        report: called with the loss, after the workers' processes were killed.
     """
 
     def __init__(self, seconds: float, report: Callable[[Lost], None]) -> None:
@@ -49,12 +49,12 @@ class Watchdog:
         self._thread.start()
 
     def hear(self, events: Sequence[Event]) -> None:
-        """Takes events as they come; called without any where it is certain that there were none,
-        at least every two seconds."""
+        """Take events as they arrive. Call it at least every two seconds, without events if there
+        certainly were none."""
         self._feed(Taken(tuple(events)))
 
     def close(self) -> None:
-        """Watches no more."""
+        """Stop watching."""
         self._closed.set()
         self._thread.join()
 
@@ -74,32 +74,34 @@ class Watchdog:
 
 
 def kill(pids: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Kills processes on their nodes, those that are stopped too.
+    """Kill processes on their nodes, stopped ones too.
 
     Args:
         pids: node id and process id by rank.
 
     Returns:
-        The state each rank's process was in, in one letter as in /proc (T: stopped, X: gone); `?`
-        where its node does not answer.
+        The state of each rank's process before, one letter as in /proc (T: stopped, X: gone); `?`
+        if its node does not answer.
     """
     by_node: dict[str, dict[int, int]] = {}
     for rank, (node, pid) in pids.items():
         by_node.setdefault(node, {})[rank] = pid
+    # A node that is gone does not answer in time; its ranks keep this state.
     states = dict.fromkeys(pids, NO_ANSWER)
-    started = [
+    calls = [
         _kill_here.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
         ).remote(ranks)
         for node, ranks in by_node.items()
     ]
-    done, _ = ray.wait(started, num_returns=len(started), timeout=_LONGEST_WAIT_FOR_A_KILL)
+    done, _ = ray.wait(calls, num_returns=len(calls), timeout=_LONGEST_WAIT_FOR_A_KILL)
     for reference in done:
         with suppress(ray.exceptions.RayError):
             states |= ray.get(reference)
     return states
 
 
+# Claims no CPU, as the workers may have claimed all.
 @ray.remote(num_cpus=0, max_retries=0)
 def _kill_here(pids: Mapping[int, int]) -> dict[int, str]:
     states = {rank: state(PROCESSES / str(pid)) for rank, pid in pids.items()}

@@ -91,9 +91,11 @@ def train_worker(config: dict[str, Any]) -> None:
         sender.send(Refused(problems=error.problems))
         raise
     except RanOutError as error:
+        # The driver records the choice in the history, so that the next attempt avoids it.
         sender.send(error.told)
         raise
     except torch.OutOfMemoryError as error:
+        # A restart would run out of memory again, so the run ends, with advice.
         refused = UserError(what_fits(job.recipe, job.phases))
         sender.send(Refused(problems=refused.problems))
         raise refused from error
@@ -125,14 +127,17 @@ def _train(job: Job, sender: Sender) -> None:
     context = ray.train.get_context()
     spares = _affordable_spares(job, context)
     group = Membership.joined(context, recipe.parallel, has_served=has_served, spares=spares)
+    # By default every worker would use all cores of the node.
     torch.set_num_threads(recipe.workers.threads or _count_threads(group.per_node))
     kinds = kinds_by_node(recipe)(group.nodes)
     trainer, stream = _build(job, group, kinds, stopwatch)
     resumed = resume_point()
     commit = _read_commit(job, resumed)
+    # Only rank 0 reads and writes the run's history.
     number = agreed(_number_attempt(job.run, commit, sender) if group.rank == 0 else None)
     _load_state(trainer, job, resumed, commit)
     if recipe.is_automatic:
+        # Sizes that ran out of memory in an earlier attempt are not tried again.
         trainer.avoid(agreed(_read_ran_out(job.run, sender) if group.rank == 0 else None))
     stopwatch.passed("state")
     held_out = HeldOut(
@@ -165,6 +170,7 @@ def _train(job: Job, sender: Sender) -> None:
         if commit and is_over(
             commit.step, commit.evaluation, steps=recipe.steps_in_all, target=recipe.target
         ):
+            # The run is over, but its last state may be in memory only.
             if resumed.tier == "hot":
                 manager.save_resumed(_to_saving(commit))
         else:

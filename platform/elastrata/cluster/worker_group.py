@@ -121,6 +121,7 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
         job.phases,
         channel=job.channel,
         replicas=job.replicas,
+        # Measured speeds change during training, so few steps are read together.
         max_steps=STEPS_IN_A_GROUP if workers.speeds == "measured" else None,
     )
     trainer = ControlledTrainer(
@@ -151,6 +152,7 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
         datasets={STREAM: source},
         dataset_config=StreamConfig(
             job.phases,
+            # The ranks of a tensor group, and of a pipeline, read the same rows.
             copies=parallel.tensor,
             repeats=parallel.pipeline,
             speeds=_speeds(workers.speeds, parallel, job.channel),
@@ -160,6 +162,7 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
     try:
         trainer.fit()
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
+        # The next controller needs the resources of the dead one.
         remove_leaked(job.run.uri())
         cause = getattr(error, "controller_failure", error)
         if isinstance(cause, _DEATHS):
@@ -205,8 +208,8 @@ def _callbacks(job: Job, source: Source) -> list[Any]:
 def worker_modules(workload: Workload) -> tuple[str, ...]:
     """Return the modules, all existing, that a worker's process imports ahead."""
     package = type(workload).__module__.rpartition(".")[0]
-    own = [f"{package}.{name}" for name in _WORKLOAD_MODULES if package]
-    return (*WORKER_MODULES, *(name for name in own if find_spec(name)))
+    workload_modules = [f"{package}.{name}" for name in _WORKLOAD_MODULES if package]
+    return (*WORKER_MODULES, *(name for name in workload_modules if find_spec(name)))
 
 
 def _scaling(workers: WorkersConfig, gpus: float) -> ScalingConfig:
@@ -264,8 +267,8 @@ def _describe_death(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "running low on memory" in text:
         return "its process was killed, as the node ran out of memory"
-    _, found, detail = text.partition("Worker exit detail: ")
-    return f"its process is gone ({detail.split('.')[0]})" if found else "its process is gone"
+    _, separator, detail = text.partition("Worker exit detail: ")
+    return f"its process is gone ({detail.split('.')[0]})" if separator else "its process is gone"
 
 
 def _first_line(error: Exception) -> str:

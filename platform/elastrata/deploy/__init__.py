@@ -1,1 +1,1 @@
-"""Where runs go: cluster files, jobs of clusters elsewhere, machines that are taken away."""
+"""Deployment: cluster files, jobs on remote clusters, machines that are preempted."""

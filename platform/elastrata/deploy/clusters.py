@@ -1,7 +1,7 @@
-"""Clusters that a file describes: for Ray's cluster launcher (`ray up`) or for KubeRay.
+"""Cluster files, for Ray's cluster launcher (`ray up`) or for KubeRay.
 
-Kinds of nodes, how many of each there can ever be, and whether a recipe fits on them. All mistakes
-in a file are reported together.
+A file is read into node groups, each with its largest size, and a recipe is checked against them.
+All mistakes in a file are reported together.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from elastrata.shipped import cluster_files
 from elastrata_pipelines.errors import UserError, nearest
 
 _ROUNDING = 1e-6
-"""Three workers of 0.4 CPUs need no more than 1.2."""
+"""Tolerance when dividing resources: three workers of 0.4 CPUs fit into 1.2."""
 _READERS_CPUS = 1
-"""CPUs that reading the data wants, beside the workers."""
+"""CPUs for reading the data, in addition to those of the workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,10 @@ class NodeGroup:
     max_nodes: int
 
     def room(self, worker: Mapping[str, float]) -> int:
-        """Workers of these resources that fit on one node.
+        """Return the number of workers that fit on one node.
 
         Args:
-            worker: what one worker claims; at least one amount is above 0.
+            worker: resources of one worker; at least one amount is above 0.
         """
         return min(
             int((self.resources.get(name, 0.0) + _ROUNDING) // amount)
@@ -58,40 +58,42 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """The nodes that a cluster file can ever provide."""
+    """The nodes that the cluster of a file can have."""
 
     file: str
-    """As the user named it."""
+    """Name or path as the user gave it."""
     head: NodeGroup
     groups: tuple[NodeGroup, ...]
-    """Nodes beside the head."""
+    """Node groups other than the head."""
     max_nodes: int
     """Most nodes of these groups together."""
 
     def room(self, worker: Mapping[str, float]) -> int:
-        """The most workers of these resources that there can ever be at once."""
+        """Return the most workers with these resources that the cluster can have simultaneously."""
         return int(self._most(lambda group: group.room(worker)))
 
     def amount(self, resource: str) -> float:
-        """The most of a resource that there can ever be at once."""
+        """Return the most of a resource that the cluster can have simultaneously."""
         return self._most(lambda group: group.resources.get(resource, 0.0))
 
     def _most(self, on_a_node: Callable[[NodeGroup], float]) -> float:
-        """The sum over the head, the nodes that always run, and the best choice of others."""
+        """Return the sum over the head, the minimum of every group, and the best choice of further
+        nodes."""
+        # Nodes that always run count first; the largest other ones fill the limit.
         total = on_a_node(self.head)
         total += sum(group.min_nodes * on_a_node(group) for group in self.groups)
-        free = self.max_nodes - sum(group.min_nodes for group in self.groups)
+        nodes_left = self.max_nodes - sum(group.min_nodes for group in self.groups)
         for group in sorted(self.groups, key=on_a_node, reverse=True):
-            count = max(0, min(group.max_nodes - group.min_nodes, free))
+            count = max(0, min(group.max_nodes - group.min_nodes, nodes_left))
             total += count * on_a_node(group)
-            free -= count
+            nodes_left -= count
         return total
 
 
 # Files for Ray's cluster launcher
 
 _DEFAULT_MAX_WORKERS = 2
-"""The launcher's own default, where a file does not say."""
+"""The launcher's default if a file has no `max_workers`."""
 _FLAGS = {"CPU": "--num-cpus", "GPU": "--num-gpus"}
 
 
@@ -106,8 +108,9 @@ class _Provider(BaseModel):
     worker_ips: list[str] = []
 
 
+# Other keys are only for the launcher; `unknown_keys` checks them.
 class LauncherFile(BaseModel):
-    """The sizes in a file. Its other keys are for the launcher alone."""
+    """The sizes in a file for Ray's cluster launcher."""
 
     cluster_name: str
     provider: _Provider
@@ -118,18 +121,21 @@ class LauncherFile(BaseModel):
     worker_start_ray_commands: list[str] = []
 
     def cluster_spec(self, file: str) -> ClusterSpec:
-        """The nodes that its cluster can ever have.
+        """Return the nodes that the cluster can have.
+
+        Args:
+            file: name of the file for errors.
 
         Raises:
-            UserError: the file does not say what its machines have.
+            UserError: the head's type is unknown, or the resources of the machines are missing.
         """
         if self.provider.type == "local":
-            return self._own_machines(file)
+            return self._local_spec(file)
         types = self.available_node_types
         if self.head_node_type not in types:
-            known = ", ".join(types) or "available_node_types, which are missing"
+            type_names = ", ".join(types) or "available_node_types, which are missing"
             raise UserError(
-                f"{file}: head_node_type: {self.head_node_type!r}: expected one of {known}"
+                f"{file}: head_node_type: {self.head_node_type!r}: expected one of {type_names}"
             )
         most = _DEFAULT_MAX_WORKERS if self.max_workers is None else self.max_workers
         groups = {
@@ -143,42 +149,44 @@ class LauncherFile(BaseModel):
         }
         return ClusterSpec(
             file=file,
+            # Evaluated before `groups`, which then lacks the head.
             head=groups.pop(self.head_node_type),
             groups=tuple(groups.values()),
             max_nodes=most,
         )
 
-    def _own_machines(self, file: str) -> ClusterSpec:
-        """Machines that are there already: their start commands say what Ray may use."""
+    def _local_spec(self, file: str) -> ClusterSpec:
+        """Return the nodes of a `local` provider, with the resources in the start commands."""
         count = len(self.provider.worker_ips)
+        # These machines exist already; only their start commands state their resources.
         commands = {
             "head_start_ray_commands": self.head_start_ray_commands,
             **({"worker_start_ray_commands": self.worker_start_ray_commands} if count else {}),
         }
-        resources = {key: _resources_of(lines) for key, lines in commands.items()}
+        resources = {key: _parse_resources(lines) for key, lines in commands.items()}
         problems = [
             f"{file}: {key}: no --num-cpus: what the machines have cannot be told from the file; "
             "add it"
-            for key, found in resources.items()
-            if "CPU" not in found
+            for key, amounts in resources.items()
+            if "CPU" not in amounts
         ]
         if problems:
             raise UserError(*problems)
         head, *workers = (
-            NodeGroup(name=key.split("_")[0], resources=found, min_nodes=count, max_nodes=count)
-            for key, found in resources.items()
+            NodeGroup(name=key.split("_")[0], resources=amounts, min_nodes=count, max_nodes=count)
+            for key, amounts in resources.items()
         )
         return ClusterSpec(file=file, head=head, groups=tuple(workers), max_nodes=count)
 
 
 def unknown_keys(values: Mapping[str, Any], file: str) -> Iterator[str]:
-    """A line for each key that the launcher would refuse, by the schema that Ray ships."""
+    """Yield a line for each key that the launcher would refuse, by the schema that Ray ships."""
     schema = json.loads(
         (Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8")
     )
-    known = schema["properties"]
-    (node_type,) = known["available_node_types"]["patternProperties"].values()
-    sections = {"": (values, known)}
+    known_keys = schema["properties"]
+    (node_type,) = known_keys["available_node_types"]["patternProperties"].values()
+    sections = {"": (values, known_keys)}
     types = values.get("available_node_types")
     for name, kind in (types if isinstance(types, dict) else {}).items():
         if isinstance(kind, dict):
@@ -189,8 +197,8 @@ def unknown_keys(values: Mapping[str, Any], file: str) -> Iterator[str]:
                 yield f"{file}: {prefix}{key}: unknown key{nearest(key, keys)}"
 
 
-def _resources_of(commands: Sequence[str]) -> dict[str, float]:
-    """The CPUs and GPUs that a `ray start` among the commands is told of."""
+def _parse_resources(commands: Sequence[str]) -> dict[str, float]:
+    """Return the CPUs and GPUs in the options of a `ray start` command."""
     text = " ".join(commands)
     flags = {name: re.search(rf"{flag}[= ](\d+)", text) for name, flag in _FLAGS.items()}
     return {name: float(match.group(1)) for name, match in flags.items() if match}
@@ -200,7 +208,7 @@ def _resources_of(commands: Sequence[str]) -> dict[str, float]:
 
 _Text = Annotated[str, Field(coerce_numbers_to_str=True)]
 _GPU = "gpu"
-"""How the names of GPUs end, whoever makes them: `nvidia.com/gpu`."""
+"""End of the names of GPU resources of all vendors, such as `nvidia.com/gpu`."""
 _MOST_OF_A_POD = 1_000_000
 
 
@@ -226,11 +234,11 @@ class _Group(BaseModel):
     template: _Template
 
     def resources(self, file: str) -> dict[str, float]:
-        """Resources of one pod: what Ray is told, else the limits of its first container, else
-        requests.
+        """Return the resources of one pod: Ray's start parameters, else the limits of the first
+        container, else its requests.
 
         Raises:
-            UserError: one is no amount.
+            UserError: a value is not an amount.
         """
         container = self.template.spec.containers[0].resources
         amounts = {**container.requests, **container.limits}
@@ -239,7 +247,7 @@ class _Group(BaseModel):
             "CPU": self.rayStartParams.get("num-cpus", amounts.get("cpu")),
             "GPU": self.rayStartParams.get("num-gpus", gpus[0] if gpus else None),
         }
-        return {name: _rounded_up(text, name, file) for name, text in claims.items() if text}
+        return {name: _round_up(text, name, file) for name, text in claims.items() if text}
 
 
 class _WorkerGroup(_Group):
@@ -250,7 +258,7 @@ class _WorkerGroup(_Group):
     numOfHosts: PositiveInt = 1  # noqa: N815
 
     def node_group(self, file: str, *, autoscales: bool) -> NodeGroup:
-        """Its pods; as many as there are to begin with where nothing changes their number."""
+        """Return the group's nodes; without an autoscaler their number is fixed at `replicas`."""
         low, high = self.minReplicas, self.maxReplicas
         return NodeGroup(
             name=self.groupName,
@@ -261,11 +269,13 @@ class _WorkerGroup(_Group):
 
 
 class _KubeSpec(BaseModel):
+    # Without the autoscaler KubeRay keeps `replicas` pods, whatever the bounds are.
     enableInTreeAutoscaling: bool = False  # noqa: N815
     headGroupSpec: _Group  # noqa: N815
     workerGroupSpecs: list[_WorkerGroup] = []  # noqa: N815
 
     def cluster_spec(self, file: str) -> ClusterSpec:
+        """Return the nodes that the cluster can have."""
         groups = tuple(
             group.node_group(file, autoscales=self.enableInTreeAutoscaling)
             for group in self.workerGroupSpecs
@@ -286,7 +296,7 @@ class RayCluster(BaseModel):
     spec: _KubeSpec
 
     def cluster_spec(self, file: str) -> ClusterSpec:
-        """The nodes that the cluster can ever have."""
+        """Return the nodes that the cluster can have."""
         return self.spec.cluster_spec(file)
 
 
@@ -301,15 +311,15 @@ class RayJob(BaseModel):
     spec: _JobSpec
 
     def cluster_spec(self, file: str) -> ClusterSpec:
-        """The nodes that the cluster can ever have."""
+        """Return the nodes that the cluster can have."""
         return self.spec.rayClusterSpec.cluster_spec(file)
 
 
 KINDS: Mapping[str, type[RayCluster] | type[RayJob]] = {"RayCluster": RayCluster, "RayJob": RayJob}
 
 
-def _rounded_up(quantity: str, name: str, file: str) -> float:
-    """Ray's autoscaler counts whole CPUs and GPUs."""
+def _round_up(quantity: str, name: str, file: str) -> float:
+    """Return a Kubernetes quantity as a whole number, rounded up."""
     try:
         amount = int(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
     except ValueError:
@@ -320,6 +330,7 @@ def _rounded_up(quantity: str, name: str, file: str) -> float:
         raise UserError(
             f"{file}: {quantity}: expected at least 0 and at most {_MOST_OF_A_POD:,} {name}s"
         )
+    # Ray's autoscaler counts whole CPUs and GPUs.
     return float(math.ceil(amount))
 
 
@@ -329,23 +340,24 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def read_cluster(name_or_path: str) -> ClusterSpec:
-    """The nodes that the cluster of a file can ever have.
+    """Read the nodes that the cluster of a file can have.
 
     Args:
         name_or_path: a file for Ray's cluster launcher or for KubeRay, or the name of one that
             ships with Elastrata, such as `aws`.
 
     Raises:
-        UserError: one line per mistake, `<file>: <dotted.path>: <value>: <what was expected>`.
+        UserError: one line per mistake, `<file>: <dotted.path>: <value>: <expectation>`.
     """
-    documents = _documents(find_cluster_file(name_or_path), name_or_path)
+    documents = _parse_file(find_cluster_file(name_or_path), name_or_path)
     for values in documents:
+        # A KubeRay file may have further documents, such as a quota.
         model = KINDS.get(str(values.get("kind")))
         if model is not None:
-            return _checked(model, values, name_or_path).cluster_spec(name_or_path)
+            return _validate(model, values, name_or_path).cluster_spec(name_or_path)
     if len(documents) == 1 and "provider" in documents[0]:
         unknown = list(unknown_keys(documents[0], name_or_path))
-        return _checked(LauncherFile, documents[0], name_or_path, unknown).cluster_spec(
+        return _validate(LauncherFile, documents[0], name_or_path, unknown).cluster_spec(
             name_or_path
         )
     raise UserError(
@@ -355,43 +367,47 @@ def read_cluster(name_or_path: str) -> ClusterSpec:
 
 
 def find_cluster_file(name_or_path: str) -> Path:
-    """The cluster file of a path, or of a name such as `aws`.
+    """Return the cluster file of a path, or of a name such as `aws`.
 
     Raises:
-        UserError: there is none.
+        UserError: the file does not exist.
     """
     if name_or_path.endswith((".yaml", ".yml")) or os.path.isfile(name_or_path):  # noqa: PTH113
         if not os.path.lexists(name_or_path):
             raise UserError(f"{name_or_path}: no such cluster file")
         return Path(name_or_path)
-    known = {path.stem: path for path in cluster_files().glob("*.yaml")}
-    if name_or_path not in known:
+    files = {path.stem: path for path in cluster_files().glob("*.yaml")}
+    if name_or_path not in files:
         raise UserError(
-            f"{name_or_path}: no such cluster{nearest(name_or_path, known)}; expected a .yaml file "
-            f"or one of {', '.join(sorted(known))}"
+            f"{name_or_path}: no such cluster{nearest(name_or_path, files)}; expected a .yaml file "
+            f"or one of {', '.join(sorted(files))}"
         )
-    return known[name_or_path]
+    return files[name_or_path]
 
 
 def is_launched(path: Path, shown: str) -> bool:
-    """Whether a cluster file is for Ray's cluster launcher.
+    """Return True if a cluster file is for Ray's cluster launcher.
+
+    Args:
+        path: the file.
+        shown: its name in errors.
 
     Raises:
-        UserError: it is no YAML.
+        UserError: the file is not YAML.
     """
-    return any("provider" in values for values in _documents(path, shown))
+    return any("provider" in values for values in _parse_file(path, shown))
 
 
-def _documents(path: Path, shown: str) -> list[dict[str, Any]]:
-    """YAML 1.1, as Ray and Kubernetes read it."""
+def _parse_file(path: Path, shown: str) -> list[dict[str, Any]]:
+    """Parse the mappings in a file as YAML 1.1, as Ray and Kubernetes do."""
     documents = parse_documents(read_text(path, shown), shown)
     return [values for values in documents if isinstance(values, dict)]
 
 
-def _checked(
+def _validate(
     model: type[_Model], values: Mapping[str, Any], file: str, unknown: list[str] | None = None
 ) -> _Model:
-    """The part of the values that `model` knows; all mistakes in it, after those of `unknown`."""
+    """Validate the values that `model` knows; report all mistakes, after those of `unknown`."""
     problems = unknown or []
     try:
         checked = model.model_validate(values)
@@ -407,7 +423,7 @@ def _checked(
 
 
 def cluster_findings(cluster: ClusterSpec) -> Iterator[Finding]:
-    """The most that there can ever be."""
+    """Yield the largest size of the cluster."""
     resources = {name for group in (cluster.head, *cluster.groups) for name in group.resources}
     amounts = [f"{cluster.amount(name):g} {name}s" for name in ("CPU", "GPU") if name in resources]
     yield Finding(
@@ -419,11 +435,11 @@ def cluster_findings(cluster: ClusterSpec) -> Iterator[Finding]:
 
 
 def niceness_findings(file: str, text: str) -> Iterator[Finding]:
-    """Whether a cluster file sees to the priority of workers, which is that of `ray start`.
+    """Check that a cluster file sets the priority of workers, which they inherit from `ray start`.
 
     Args:
-        file: as the user named it.
-        text: all that it says.
+        file: name or path as the user gave it.
+        text: content of the file.
     """
     is_named = NICENESS in text
     yield Finding(
@@ -438,11 +454,11 @@ def niceness_findings(file: str, text: str) -> Iterator[Finding]:
 
 
 def fit_findings(workers: WorkersConfig, cluster: ClusterSpec) -> Iterator[Finding]:
-    """Whether the workers of a recipe can be had, and whether anything is left to feed them."""
+    """Check that the workers of a recipe fit, and that CPUs are left for reading the data."""
     worker = worker_resources(workers, cluster)
     claim = " + ".join(f"{amount:g} {name}" for name, amount in worker.items())
-    rooms = {group.name: group.room(worker) for group in (cluster.head, *cluster.groups)}
-    fitting = [f"{count} on a node of {name}" for name, count in rooms.items() if count]
+    workers_per_node = {group.name: group.room(worker) for group in (cluster.head, *cluster.groups)}
+    fitting = [f"{count} on a node of {name}" for name, count in workers_per_node.items() if count]
     yield Finding(
         name="worker",
         status="ok" if fitting else "problem",
@@ -454,22 +470,22 @@ def fit_findings(workers: WorkersConfig, cluster: ClusterSpec) -> Iterator[Findi
         name="workers.min",
         status="ok" if workers.min <= room else "problem",
         found=f"{workers.min}, and there is room for {room} at most",
-        advice="" if workers.min <= room else _advice("min", room),
+        advice="" if workers.min <= room else _advise("min", room),
     )
     most = room if workers.max == "auto" else workers.max
     yield Finding(
         name="workers.max",
         status="ok" if most <= room else "warning",
         found=f"{workers.max}, and there is room for {room} at most",
-        advice="" if most <= room else _advice("max", room),
+        advice="" if most <= room else _advise("max", room),
     )
     count = min(most, room)
-    left = cluster.amount("CPU") - count * workers.cpus
-    is_enough = left >= _READERS_CPUS
+    cpus_left = cluster.amount("CPU") - count * workers.cpus
+    is_enough = cpus_left >= _READERS_CPUS
     yield Finding(
         name="reading",
         status="ok" if is_enough else "warning",
-        found=f"{left:g} CPUs left beside {count} workers",
+        found=f"{cpus_left:g} CPUs left beside {count} workers",
         advice=""
         if is_enough
         else f"workers.cpus below {workers.cpus:g}: data is read with the rest",
@@ -477,12 +493,13 @@ def fit_findings(workers: WorkersConfig, cluster: ClusterSpec) -> Iterator[Findi
 
 
 def worker_resources(workers: WorkersConfig, cluster: ClusterSpec) -> dict[str, float]:
-    """The resources that each worker claims; a GPU under `auto` where the cluster can have any."""
+    """Return the resources of each worker; under `auto` it gets a GPU if the cluster can have
+    any."""
     gpus = workers.gpus_each(cluster.amount("GPU"))
     return {"CPU": workers.cpus, **({"GPU": gpus} if gpus else {})}
 
 
-def _advice(bound: str, room: int) -> str:
+def _advise(bound: str, room: int) -> str:
     if not room:
         return "another cluster file"
     return f"workers.{bound}={room}, or a larger maximum in the file"

@@ -1,4 +1,4 @@
-"""Jobs that train a run on another cluster: submitted, followed, stopped; and their server."""
+"""Jobs that train a run on another cluster: submit, follow, stop; and their server."""
 
 from __future__ import annotations
 
@@ -32,39 +32,40 @@ from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.url_secrets import NO_SECRET, without_secrets
 
 RUN = "elastrata_run"
-"""The key of a job's metadata that holds its run's URL."""
+"""Key of a job's metadata with its run's URL."""
 _SECONDS_BETWEEN_LOOKS = 0.5
 _TRIES_TO_FOLLOW = 60
 RECIPE = "recipe.yaml"
-"""The recipe in the job's working directory, whole: with all that it extends."""
+"""Name of the resolved recipe in the job's working directory, without `extends`."""
 _PACKAGES = ("elastrata", "elastrata_pipelines", "elastrata_workloads")
 _STOP_SECONDS = 60
-"""After the checkpoint of a stopped run, for its record and its workers' end."""
+"""Time for a stopped run to finish its record and its workers, after the checkpoint."""
 _PORT = 8265
 _SECONDS_FOR_A_TUNNEL = 60.0
 _OVERRIDES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-"""Variables that Ray's client would follow rather than the address it is given."""
+"""Variables that take precedence over the address that Ray's client is given."""
 _NOISY_LOGGERS = ("ray.dashboard", "ray._private.runtime_env", "ray._common")
-"""They tell of every package and connection."""
+"""Loggers that report every package and connection."""
 
 _NO_AGENT = "Failed to get head node agent"
-"""In what a server answers that has nobody to start jobs."""
+"""Part of the error of a server that has no agent to start jobs."""
 
 
 def submit(
     server: JobSubmissionClient, recipe: Recipe, *, name: str, tries: int, installed: bool
 ) -> str:
-    """Submits a job that trains a recipe, or continues its run; returns the job's id.
+    """Submit a job that trains a recipe or continues its run; return the job's id.
 
     Args:
-        server: of the cluster.
-        recipe: what to train.
-        name: of the run.
-        tries: how often the job may start its driver again where that was killed.
-        installed: whether to use the Elastrata that the cluster has, and to ship none.
+        server: client of the cluster's job server.
+        recipe: recipe to train.
+        name: name of the run.
+        tries: restarts of a killed driver.
+        installed: True to use the Elastrata that is installed on the cluster instead of shipping
+            this one.
 
     Raises:
-        UserError: a job trains that run already, the recipe names folders of this machine, or the
+        UserError: a job already trains that run, the recipe names folders of this machine, or the
             server cannot start jobs.
     """
     if problems := list(local_paths(recipe)):
@@ -80,6 +81,7 @@ def submit(
         (Path(folder) / RECIPE).write_text(to_yaml(recipe), encoding="utf-8")
         return server.submit_job(
             entrypoint=shlex.join([*command, RECIPE, "--name", name]),
+            # A run may be submitted several times, but the id of a job is unique.
             submission_id=f"{name}-{uuid.uuid4().hex[:8]}",
             runtime_env=runtime_env(recipe, Path(folder), with_packages=not installed),
             metadata={RUN: run},
@@ -87,7 +89,7 @@ def submit(
 
 
 def living(server: JobSubmissionClient, wanted: str) -> list[JobDetails]:
-    """The jobs that have not ended: of a run, by its URL or name, or with this id."""
+    """Return the running jobs of a run, by its URL or name, or with this job id."""
     with answering(server):
         jobs = server.list_jobs()
     return [
@@ -99,17 +101,17 @@ def living(server: JobSubmissionClient, wanted: str) -> list[JobDetails]:
 
 
 def _names(job: str, run: str) -> Sequence[str]:
-    """The names that people may use for a job."""
+    """Return the names by which a user may refer to a job."""
     return [job, run, run.rsplit("/", 1)[-1]] if run else [job]
 
 
 def follow(server: JobSubmissionClient, job: str, show: Callable[[str], None]) -> str:
-    """Shows a job's output as it comes, to its end; returns its status then.
+    """Show a job's output until the job ends; return its final status.
 
-    A connection that breaks is made again, and goes on where it was.
+    A broken connection is made again, and the output continues at the same character.
 
     Raises:
-        ConnectionError: the server is gone for good.
+        ConnectionError: the server cannot be reached any more.
     """
     output = _Output(show)
     failures = 0
@@ -120,35 +122,37 @@ def follow(server: JobSubmissionClient, job: str, show: Callable[[str], None]) -
             if server.get_job_status(job).is_terminal():
                 return str(server.get_job_status(job))
         except (OSError, RuntimeError, aiohttp.ClientError):
+            # Only failures without any new output count.
             failures = 0 if output.shown > before else failures + 1
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     raise ConnectionError(f"the job server is gone; the job {job} may run on")
 
 
 class _Output:
-    """The output of a job, as far as it has been shown."""
+    """Output of a job, with the position up to which it has been shown."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self.shown = 0
-        """Characters."""
+        """Number of characters shown."""
         self._show = show
 
     async def tail(self, server: JobSubmissionClient, job: str) -> None:
-        """Shows what comes after that. The server sends all from the start."""
-        seen = 0
+        """Show new output while the connection lasts."""
+        received = 0
         async for text in server.tail_job_logs(job):
-            fresh = text[max(0, self.shown - seen) :]
-            seen += len(text)
-            self.shown = max(self.shown, seen)
-            if fresh:
-                self._show(fresh)
+            # Every connection sends the output from the start.
+            new_text = text[max(0, self.shown - received) :]
+            received += len(text)
+            self.shown = max(self.shown, received)
+            if new_text:
+                self._show(new_text)
 
 
 def stop(server: JobSubmissionClient, wanted: str) -> dict[str, str]:
-    """Stops the jobs of a run, which save first, and waits until they have ended.
+    """Stop the jobs of a run, which save first, and wait until they have ended.
 
     Args:
-        server: of the cluster.
+        server: client of the cluster's job server.
         wanted: the run's name or URL, or the id of a job.
 
     Returns:
@@ -169,12 +173,12 @@ def stop(server: JobSubmissionClient, wanted: str) -> dict[str, str]:
 
 
 def runtime_env(recipe: Recipe, folder: Path, *, with_packages: bool) -> dict[str, Any]:
-    """The runtime environment of a job that trains.
+    """Return the runtime environment of a job that trains.
 
     Args:
-        recipe: what it trains.
-        folder: has the recipe's file, and becomes the job's working directory.
-        with_packages: whether to ship Elastrata, too.
+        recipe: recipe to train.
+        folder: folder with the recipe's file, which becomes the job's working directory.
+        with_packages: True to ship Elastrata with the job.
     """
     seconds = math.ceil(recipe.checkpoint.grace_seconds) + _STOP_SECONDS
     return {
@@ -186,13 +190,13 @@ def runtime_env(recipe: Recipe, folder: Path, *, with_packages: bool) -> dict[st
 
 
 def packages() -> Iterator[str]:
-    """The folders of Elastrata's packages, and of what says that they are installed: without it
-    nobody would find the workloads."""
+    """Yield the folders of Elastrata's packages and of their metadata."""
     for name in _PACKAGES:
         spec = importlib.util.find_spec(name)
         if spec and spec.origin:
             yield str(Path(spec.origin).parent)
     try:
+        # Without the metadata the workloads' entry points would not be found.
         metadata = distribution("elastrata").locate_file("")
     except PackageNotFoundError:
         return
@@ -200,8 +204,8 @@ def packages() -> Iterator[str]:
 
 
 def local_paths(recipe: Recipe) -> Iterator[str]:
-    """A line for each folder that would be sought in the job's own, which is gone with it."""
-    named = {
+    """Yield a line for each path in a recipe that would be relative to the job's own folder."""
+    paths = {
         "storage": recipe.storage,
         "evaluation.path": recipe.evaluation.path,
         **{f"evaluation.sets.{n}.path": one.path for n, one in enumerate(recipe.evaluation.sets)},
@@ -211,7 +215,7 @@ def local_paths(recipe: Recipe) -> Iterator[str]:
             for key, place in part.data.places.items()
         },
     }
-    for key, path in named.items():
+    for key, path in paths.items():
         if path is not None and not Path(path).is_absolute() and Storage(path).is_local:
             yield (
                 f"{key}: {path}: expected a URL, or the absolute path of a folder that all nodes "
@@ -221,22 +225,23 @@ def local_paths(recipe: Recipe) -> Iterator[str]:
 
 @contextmanager
 def job_server(cluster: str) -> Iterator[JobSubmissionClient]:
-    """A client of a cluster's job server, for the time of its block.
+    """Connect to a cluster's job server while the block runs.
 
     Args:
         cluster: the address of its dashboard (`http://HOST:8265`, `HOST:8265`), `auto` for the
-            cluster that runs here, or the file or name of a cluster that `ray up` has started,
+            cluster on this machine, or the file or name of a cluster that `ray up` has started,
             which is reached through SSH.
 
     Raises:
-        UserError: there is none, or it does not let us in.
+        UserError: no server answers, or it denies access.
     """
-    if (hidden := without_secrets(cluster)) != cluster:
-        raise UserError(f"--cluster: {hidden}: {NO_SECRET}")
+    if (masked := without_secrets(cluster)) != cluster:
+        raise UserError(f"--cluster: {masked}: {NO_SECRET}")
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
+    # Addresses have a colon; names and paths of cluster files have none.
     if cluster == "auto" or ":" in cluster:
-        yield _connected(cluster, cluster)
+        yield _connect(cluster, cluster)
         return
     path = find_cluster_file(cluster)
     if not is_launched(path, cluster):
@@ -245,15 +250,15 @@ def job_server(cluster: str) -> Iterator[JobSubmissionClient]:
             f"service/NAME-head-svc {_PORT}, then --cluster http://127.0.0.1:{_PORT}"
         )
     with _tunnel(path, cluster) as address:
-        yield _connected(address, cluster)
+        yield _connect(address, cluster)
 
 
 @contextmanager
 def answering(server: JobSubmissionClient) -> Iterator[None]:
-    """Runs its block, which asks a job server for something.
+    """Run a block that calls a job server.
 
     Raises:
-        UserError: the server cannot do it, or is gone.
+        UserError: the call failed, or the server is gone.
     """
     try:
         yield
@@ -270,8 +275,9 @@ def answering(server: JobSubmissionClient) -> Iterator[None]:
         ) from error
 
 
-def _connected(address: str, shown: str) -> JobSubmissionClient:
-    hidden = {name: os.environ.pop(name) for name in _OVERRIDES if name in os.environ}
+def _connect(address: str, shown: str) -> JobSubmissionClient:
+    # Ray's client has no argument that takes precedence over these variables.
+    removed = {name: os.environ.pop(name) for name in _OVERRIDES if name in os.environ}
     try:
         return JobSubmissionClient(address)
     except AuthenticationError as error:
@@ -284,15 +290,17 @@ def _connected(address: str, shown: str) -> JobSubmissionClient:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--cluster: {shown}: no job server answers there ({reason})") from error
     finally:
-        os.environ.update(hidden)
+        os.environ.update(removed)
 
 
 @contextmanager
 def _tunnel(file: Path, shown: str) -> Iterator[str]:
-    """The address on this machine from which SSH leads to the dashboard of a launched cluster."""
+    """Open an SSH tunnel to the dashboard of a launched cluster; yield its local address."""
     with socket.socket() as free:
+        # The system chooses a free port.
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    # `ray dashboard` knows the cluster's SSH user and key.
     ray = str(Path(sys.executable).with_name("ray"))
     tunnel = subprocess.Popen(
         [ray, "dashboard", str(file), "--port", str(port), "--remote-port", str(_PORT)],
@@ -304,11 +312,11 @@ def _tunnel(file: Path, shown: str) -> Iterator[str]:
     )
     try:
         deadline = time.monotonic() + _SECONDS_FOR_A_TUNNEL
-        while not _answers(port):
+        while not _accepts_connection(port):
             if tunnel.poll() is not None or time.monotonic() > deadline:
                 tunnel.terminate()
-                said = [line.strip() for line in tunnel.communicate()[0].splitlines()]
-                reason = next((line for line in reversed(said) if line), "no answer in time")
+                output = [line.strip() for line in tunnel.communicate()[0].splitlines()]
+                reason = next((line for line in reversed(output) if line), "no answer in time")
                 raise UserError(f"--cluster: {shown}: `ray dashboard` leads nowhere ({reason})")
             time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
@@ -317,7 +325,7 @@ def _tunnel(file: Path, shown: str) -> Iterator[str]:
         tunnel.wait()
 
 
-def _answers(port: int) -> bool:
+def _accepts_connection(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), 1.0).close()
     except OSError:

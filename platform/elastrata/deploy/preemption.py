@@ -1,7 +1,7 @@
-"""Preemption: a cloud's notice that this machine will be taken away becomes a drain of its node.
+"""Preemption: drains this machine's Ray nodes on a cloud's notice that it will be taken away.
 
-`elastrata guard` asks the metadata server, drains the machine's Ray nodes as `ray drain-node` does,
-and waits until they are empty.
+`elastrata guard` polls the metadata server, drains the nodes as `ray drain-node` does, and waits
+until they are empty.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from elastrata.driver.ray_session import ray_session
 _SECONDS_TO_ANSWER = 2.0
 _AWS_TOKEN_SECONDS = 21_600
 _GCP_SECONDS = 30.0
-"""From notice to end, by Google's documentation of spot machines."""
+"""Time from notice to end, by Google's documentation of spot machines."""
 _AZURE_API = "2020-07-01"
 _AZURE_ENDS = ("Preempt", "Terminate", "Redeploy", "Reboot")
-"""Events after which Ray does not run there any more. `Freeze` is a pause of seconds."""
+"""Events that end Ray on the machine. `Freeze` is only a pause of seconds."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,24 @@ class Notice:
     """The machine will be taken away."""
 
     text: str
-    """Why, for people."""
+    """Reason, for the user."""
     time: float
-    """When, in Unix time."""
+    """Unix time of the end."""
 
 
 Look = Callable[[float], Notice | None]
-"""Asks the metadata server, at a Unix time; raises OSError where it gives no answer."""
+"""Function that queries the metadata server at a Unix time; raises OSError without an answer."""
 
 
 def aws(url: str) -> Look:
-    """AWS: two minutes before a spot machine is interrupted (IMDSv2's `spot/instance-action`)."""
+    """Return a look for AWS: two minutes before a spot machine is interrupted (IMDSv2's
+    `spot/instance-action`)."""
     token = _Token(url)
 
     def look(now: float) -> Notice | None:
         headers = {"X-aws-ec2-metadata-token": token.at(now)}
         answer = _get(f"{url}/latest/meta-data/spot/instance-action", headers)
-        if answer is None:  # 404: there is none
+        if answer is None:  # 404: no notice
             return None
         action = json.loads(answer)
         time = datetime.fromisoformat(action["time"]).timestamp()
@@ -66,7 +67,8 @@ def aws(url: str) -> Look:
 
 
 def gcp(url: str) -> Look:
-    """Google Cloud: 30 seconds before a spot machine is preempted (`instance/preempted`)."""
+    """Return a look for Google Cloud: 30 seconds before a spot machine is preempted
+    (`instance/preempted`)."""
 
     def look(now: float) -> Notice | None:
         answer = _get(f"{url}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
@@ -78,9 +80,8 @@ def gcp(url: str) -> Look:
 
 
 def azure(url: str) -> Look:
-    """Azure: at least 30 seconds before a spot machine is evicted, and before other events that end
-    it (Scheduled Events). Events name the machines they are for, and are never approved: that would
-    only hasten them."""
+    """Return a look for Azure: at least 30 seconds before a spot machine is evicted, and before
+    other events that end it (Scheduled Events)."""
     headers = {"Metadata": "true"}
     name = f"{url}/metadata/instance/compute/name?api-version={_AZURE_API}&format=text"
 
@@ -88,10 +89,12 @@ def azure(url: str) -> Look:
         answer = _get(f"{url}/metadata/scheduledevents?api-version={_AZURE_API}", headers)
         events = json.loads(answer or "{}").get("Events", [])
         ends = [event for event in events if event["EventType"] in _AZURE_ENDS]
-        own = _get(name, headers) if ends else None
+        # Events name the machines that they affect. They are never approved: that would hasten
+        # them.
+        own_name = _get(name, headers) if ends else None
         for event in ends:
-            if own in event["Resources"]:
-                starts = event.get("NotBefore")  # empty where it has started
+            if own_name in event["Resources"]:
+                starts = event.get("NotBefore")  # empty once it has started
                 time = parsedate_to_datetime(starts).timestamp() if starts else now
                 return Notice(f"Azure: the machine gets: {event['EventType']}", time)
         return None
@@ -104,11 +107,11 @@ CLOUDS: Mapping[str, tuple[Callable[[str], Look], str]] = {
     "gcp": (gcp, "http://metadata.google.internal"),
     "azure": (azure, "http://169.254.169.254"),
 }
-"""By the name of the cloud: how it is asked, and where."""
+"""Look and address of the metadata server, by the name of the cloud."""
 
 
 class _Token:
-    """AWS's session token, made anew before it runs out."""
+    """AWS's session token, renewed before it expires."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -116,20 +119,22 @@ class _Token:
         self._until = float("-inf")
 
     def at(self, now: float) -> str:
-        """The token to use at a time."""
+        """Return a token that is valid at this Unix time."""
         if now >= self._until:
             headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_AWS_TOKEN_SECONDS)}
             self._value = _get(f"{self._url}/latest/api/token", headers, method="PUT") or ""
+            # Renewed at half of its lifetime, well before it expires.
             self._until = now + _AWS_TOKEN_SECONDS / 2
         return self._value
 
 
 def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """The answer of a metadata server, which no proxy leads to; None where there is no such thing.
+    """Return the answer of a metadata server, without a proxy; None for status 404.
 
     Raises:
-        OSError: it gives no answer, or one of failure.
+        OSError: the server does not answer, or with another error.
     """
+    # The server is link-local: a proxy would not reach it.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, headers=dict(headers), method=method)
     try:
@@ -149,19 +154,19 @@ _REASON = "DRAIN_NODE_REASON_PREEMPTION"
 def wait_for_notice(
     look: Look, ended: Event, *, seconds_between: float, say: Callable[[str], None]
 ) -> Notice | None:
-    """Ask again and again, until there is a notice, or `ended` is set: then None.
+    """Poll until a notice comes; return None once `ended` is set.
 
     Args:
-        look: asks the metadata server.
-        ended: set from elsewhere, as by a signal.
-        seconds_between: two looks.
+        look: queries the metadata server.
+        ended: set by another thread or a signal handler.
+        seconds_between: interval of the polls.
         say: called once when the server stops answering, and once when it answers again.
     """
     is_silent = False
     while not ended.is_set():
         try:
             notice = look(time.time())
-        except (OSError, ValueError, KeyError) as error:  # no answer, or none that makes sense
+        except (OSError, ValueError, KeyError) as error:  # no answer, or an invalid one
             if not is_silent:
                 say(f"the metadata server does not answer as it should ({error}); asking on")
             is_silent = True
@@ -177,14 +182,14 @@ def wait_for_notice(
 
 @dataclass(frozen=True)
 class RayNode:
-    """A live Ray node of this machine, and where its raylet listens."""
+    """A live Ray node of this machine, with the address of its raylet."""
 
     id: str
     host: str
     port: int
 
     def lives(self) -> bool:
-        """Return whether the raylet takes connections."""
+        """Return True if the raylet takes connections."""
         try:
             socket.create_connection((self.host, self.port), _SECONDS_TO_CONNECT).close()
         except OSError:
@@ -196,45 +201,45 @@ def find_nodes(address: str | None, node_id: str | None) -> list[RayNode]:
     """Return the live Ray nodes of this machine.
 
     Args:
-        address: of the cluster; None: that of the Ray which runs here.
-        node_id: of the only node that is meant; None: every node with this machine's address.
+        address: address of the cluster; None for the Ray that runs here.
+        node_id: id of the only node to return; None for every node with this machine's address.
 
     Raises:
         UserError: no Ray runs here, or the cluster does not answer.
     """
-    # Joined for the question only: a driver that stays would be lost with the node's raylet.
+    # Connected only for this call: a driver that stays would be lost with the node's raylet.
     with ray_session(address or "auto"):
-        here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        local_ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return [
             RayNode(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"])
             for node in nodes()
             if node["Alive"]
-            and (node["NodeID"] == node_id if node_id else node["NodeManagerAddress"] == here)
+            and (node["NodeID"] == node_id if node_id else node["NodeManagerAddress"] == local_ip)
         ]
 
 
 def drain(
     notice: Notice, *, address: str | None, node_id: str | None, say: Callable[[str], None]
 ) -> list[RayNode]:
-    """Drain this machine's nodes; try until it has worked or the time of the notice has come.
+    """Drain this machine's nodes; retry until it succeeds or the time of the notice has come.
 
     Returns:
-        The nodes that were drained; empty if there was none to drain.
+        The drained nodes; empty if draining failed.
     """
     failure = ""
     while True:
         try:
-            found = find_nodes(address, node_id)
-            for node in found:
+            ray_nodes = find_nodes(address, node_id)
+            for node in ray_nodes:
                 _drain_node(node, notice, address)
-        except Exception as error:  # Ray's own kinds; nothing else is left to do on this machine
+        except Exception as error:  # of any kind that Ray raises: only a retry can help
             failure = str(error).strip().splitlines()[-1]
         else:
-            if found:
+            if ray_nodes:
                 seconds = max(0.0, notice.time - time.time())
-                names = ", ".join(node.id for node in found)
+                names = ", ".join(node.id for node in ray_nodes)
                 say(f"{notice.text}; drained {names}, which will be gone in {seconds:.0f} s")
-                return found
+                return ray_nodes
             failure = "no Ray node of this machine is alive"
         if time.time() >= notice.time:
             say(f"{notice.text}; not drained: {failure}")
@@ -243,11 +248,12 @@ def drain(
 
 
 def _drain_node(node: RayNode, notice: Notice, address: str | None) -> None:
-    """Run `ray drain-node`: Ray has no other public way.
+    """Run `ray drain-node`.
 
     Raises:
         RuntimeError: the cluster refuses.
     """
+    # Ray has no other public way to drain a node.
     seconds = max(0, math.floor(notice.time - time.time()))
     command = [
         str(Path(sys.executable).with_name("ray")),
@@ -261,13 +267,14 @@ def _drain_node(node: RayNode, notice: Notice, address: str | None) -> None:
 
 
 def wait_until_gone(drained: Sequence[RayNode], until: float) -> bool:
-    """Wait until no raylet of the nodes is left: one that is drained and idle ends itself.
+    """Wait until no raylet of the nodes is left; return False at the deadline.
 
     Args:
         drained: the nodes.
-        until: Unix time at which to give up.
+        until: Unix time of the deadline.
     """
     while time.time() < until:
+        # A raylet that is drained and idle ends itself.
         if not any(node.lives() for node in drained):
             return True
         time.sleep(_SECONDS_BETWEEN_TRIES)

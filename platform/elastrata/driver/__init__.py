@@ -1,1 +1,1 @@
-"""The driver of a run: starts Ray and the workers, records what they say, and ends them."""
+"""The driver of a run: starts Ray and the workers, records their events, and ends them."""

@@ -1,4 +1,4 @@
-"""The doctor: what this machine has, what works on it, and what to do about the rest."""
+"""The doctor: checks of this machine, each with a remedy."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 _GIB = 2**30
+# Ray gives 30% of the available memory to its object store and refuses to start if that is less
+# than 75 MiB.
 _RECOMMENDED_MEMORY_GIB, _LEAST_MEMORY_GIB = 4, 1
 _LEAST_SHARED_GIB, _LEAST_DISK_GIB = 1, 10
 _PROBE_BYTES = 2**20
@@ -36,7 +38,7 @@ class Finding:
     status: Literal["ok", "warning", "problem"]
     found: str
     advice: str = ""
-    """The remedy; empty where it is fine."""
+    """The remedy; empty if none is needed."""
 
 
 def examine(
@@ -45,12 +47,12 @@ def examine(
     tracking: str | None,
     address: str | None = None,
 ) -> Iterator[Finding]:
-    """All findings, one by one as they are made.
+    """Run all checks and yield their findings one by one.
 
     Args:
-        storage: folder or URL to try to write to; None: not tried.
-        tracking: MLflow's tracking URI to try to reach; None: not tried.
-        address: of a Ray cluster to look at; None: one that is started on this machine.
+        storage: folder or URL to test by writing; None to skip.
+        tracking: MLflow's tracking URI to connect to; None to skip.
+        address: address of a Ray cluster to test; None to start one on this machine.
     """
     yield from _versions()
     yield _recipes()
@@ -62,23 +64,23 @@ def examine(
         yield from _ray(address)
     if storage is not None:
         advice = "check the path or URL, the credentials and the rights"
-        yield _tried("storage", advice, lambda: _write_and_read(Storage(storage)))
+        yield _try("storage", advice, lambda: _write_and_read(Storage(storage)))
     if tracking is not None:
         advice = "start it (mlflow server --port 5000), or check the address"
-        yield _tried("tracking", advice, lambda: _reach(tracking))
+        yield _try("tracking", advice, lambda: _connect(tracking))
 
 
 def _versions() -> Iterator[Finding]:
     tested = tested_versions()
     for name, installed in versions().items():
-        wanted = tested.get(name)
+        expected = tested.get(name)
         plain = installed.split("+")[0]  # torch 2.13.0+cpu is torch 2.13.0
-        is_tested = wanted is None or plain == wanted
+        is_tested = expected is None or plain == expected
         yield Finding(
             name=name,
             status="ok" if is_tested else "warning",
             found=installed,
-            advice="" if is_tested else f"tested with {wanted}: pip install {name}=={wanted}",
+            advice="" if is_tested else f"tested with {expected}: pip install {name}=={expected}",
         )
 
 
@@ -106,20 +108,17 @@ def _machine() -> Iterator[Finding]:
     yield finding_of_memory(spare_bytes())
     if sys.platform == "linux":  # elsewhere Ray uses a folder on disk
         yield finding_of_shared_memory(Path("/dev/shm"))
-    # Runs lie in the current folder by default, Ray's logs and what it spills in the other one.
+    # By default runs are in the current folder, Ray's logs and spilled objects in the other one.
     folder = min((Path.cwd(), Path(tempfile.gettempdir())), key=_free_bytes)
     yield finding_of_disk(folder, _free_bytes(folder))
 
 
 def finding_of_memory(available: int) -> Finding:
-    """Return the finding for `available` bytes of memory that no process uses.
-
-    Ray gives 30% of them to its object store and refuses to start with less than 75 MiB of that.
-    """
+    """Return the finding for `available` bytes of memory that no process uses."""
     gib = available / _GIB
     return Finding(
         name="memory",
-        status="ok" if gib >= _RECOMMENDED_MEMORY_GIB else _missing(gib >= _LEAST_MEMORY_GIB),
+        status="ok" if gib >= _RECOMMENDED_MEMORY_GIB else _judge(gib >= _LEAST_MEMORY_GIB),
         found=f"{gib:.1f} GiB available",
         advice=""
         if gib >= _RECOMMENDED_MEMORY_GIB
@@ -163,7 +162,7 @@ def finding_of_disk(folder: Path, free: int) -> Finding:
     )
 
 
-def _missing(is_usable: bool) -> Literal["warning", "problem"]:
+def _judge(is_usable: bool) -> Literal["warning", "problem"]:
     return "warning" if is_usable else "problem"
 
 
@@ -184,28 +183,28 @@ def _gpus() -> Iterator[Finding]:
         )
 
 
-def _tried(name: str, advice: str, action: Callable[[], str]) -> Finding:
-    """The finding of something that works or raises."""
+def _try(name: str, advice: str, action: Callable[[], str]) -> Finding:
+    """Run an action and return its outcome as a finding."""
     started = time.monotonic()
     try:
-        found = action()
+        outcome = action()
     except UserError as error:
         return Finding(name=name, status="problem", found=error.problems[0], advice=advice)
     except Exception as error:  # every library behind these checks raises its own
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return Finding(name=name, status="problem", found=reason, advice=advice)
-    return Finding(name=name, status="ok", found=f"{found} ({time.monotonic() - started:.1f} s)")
+    return Finding(name=name, status="ok", found=f"{outcome} ({time.monotonic() - started:.1f} s)")
 
 
 def _ray(address: str | None) -> Iterator[Finding]:
-    """Whether tasks are run, and at which priority."""
+    """Check that Ray runs tasks, and at which priority."""
     niceness: list[int] = []
     if address is None:
         advice = "free memory and disk under /tmp, then look at Ray's logs"
-        yield _tried("ray start", advice, lambda: _run_tasks("local", niceness))
+        yield _try("ray start", advice, lambda: _run_tasks("local", niceness))
     else:
         advice = "check the address, and that Ray and Python have the same versions there and here"
-        yield _tried("ray cluster", advice, lambda: _run_tasks(address, niceness))
+        yield _try("ray cluster", advice, lambda: _run_tasks(address, niceness))
     if niceness:
         is_fair = max(niceness) <= 0
         where = "of every `ray start` there" if address else "here"
@@ -221,7 +220,7 @@ def _ray(address: str | None) -> Iterator[Finding]:
 
 
 def _run_tasks(address: str, niceness: list[int]) -> str:
-    """Runs a task on every node; adds the nice value that each had."""
+    """Run a task on every node; append each one's nice value to `niceness`."""
     with ray_session(address):
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -229,6 +228,7 @@ def _run_tasks(address: str, niceness: list[int]) -> str:
         task = ray.remote(lambda: os.nice(0))
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        # Without CPUs, so that a busy cluster runs the tasks, too.
         refs = [task.options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
         niceness.extend(ray.get(refs, timeout=_SECONDS_FOR_A_TASK))
     if address == "local":
@@ -237,7 +237,7 @@ def _run_tasks(address: str, niceness: list[int]) -> str:
 
 
 def _write_and_read(storage: Storage) -> str:
-    """Writes a file, reads it back, compares, deletes it."""
+    """Write a file, read it back, compare it and delete it."""
     name = f"elastrata-doctor-{uuid.uuid4().hex[:8]}"
     data = os.urandom(_PROBE_BYTES)
     try:
@@ -249,7 +249,7 @@ def _write_and_read(storage: Storage) -> str:
     return f"{storage.uri()}: {_PROBE_BYTES // 2**20} MiB written, read back equal, deleted"
 
 
-def _reach(uri: str) -> str:
+def _connect(uri: str) -> str:
     from elastrata.tracking.store import check_store, shown, tracking_uri
 
     absolute = tracking_uri(uri, Storage("."))

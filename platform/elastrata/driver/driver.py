@@ -1,4 +1,4 @@
-"""The run driver: one process's part in a run, from the newest state to the end, whatever comes."""
+"""The run driver: one process's part in a run, from the newest state to the end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,19 @@ class RunDriver:
     parent: Parent | None = None
 
     def to_end(self, finished: bool) -> Status:
-        """Trains what is left, and records how it ended, whatever comes."""
+        """Train the remaining steps and record how the run ended.
+
+        Args:
+            finished: True if the run has reached its last step or target already.
+
+        Returns:
+            The status of the run.
+
+        Raises:
+            UserError: the workers refused the recipe or the data.
+            TrainingError: training ended early.
+            KeyboardInterrupt: a signal stopped the run.
+        """
         entries = history.read(self.run.sub("history"))
         number = history.next_attempt(self.run.sub("history"))
         writer = HistoryWriter(self.run.sub("history"), number, self._warn, writer="d")
@@ -72,7 +84,7 @@ class RunDriver:
                     self.tracker,
                     writer,
                     failures := Failures(self.recipe.workers.max_failures),
-                    self._shown(),
+                    self._show_and_measure(),
                     history.world_sizes(entries),
                     step=newest_known_step(entries, max(done, default=0)),
                     substituted=[e["text"] for e in entries if e["kind"] == "substituted"],
@@ -89,17 +101,20 @@ class RunDriver:
             text = str(error)
             raise
         finally:
-            if not self.interrupt.is_lost:  # else run and record are another driver's
+            if not self.interrupt.is_lost:  # else another driver owns run and record
                 with undisturbed("closing the run's record"):
-                    writer.add("ended", {"status": status, "text": text, **self._place(number)})
+                    writer.add(
+                        "ended", {"status": status, "text": text, **self._find_end_place(number)}
+                    )
                     writer.flush()
                     self._report(status)
                     self.tracker.finish(status)
         return status
 
-    def _place(self, number: int) -> dict[str, Any]:
-        """Return where in the run's history this launch ends: its last group, and its name. Clocks
-        do not tell it."""
+    def _find_end_place(self, number: int) -> dict[str, Any]:
+        """Return the place in the run's history where this launch ends: its last attempt and its
+        driver."""
+        # Clocks of several machines would not order the launches.
         place: dict[str, Any] = {"last": number}
         with suppress(Exception):  # storage may be away
             place["last"] = max(number, history.next_attempt(self.run.sub("history")) - 1)
@@ -122,13 +137,15 @@ class RunDriver:
         try:
             try:
                 self.interrupt.run(
-                    lambda: self._controlled(handle, failures, number, replicas),
+                    lambda: self._run_controllers(handle, failures, number, replicas),
                     checkpoint.grace_seconds,
                     lambda name: ask_to_stop(self.channel, name),
                 )
             finally:
+                # Closed before the error is examined: the last events may have the workers' reason.
                 receiver.close()
         except TrainingError:
+            # The workers' own reason is more precise than Ray's error.
             if observer.refused:
                 raise UserError(*observer.refused) from None
             if self.interrupt.signal:
@@ -144,14 +161,15 @@ class RunDriver:
                 "the one before"
             )
 
-    def _controlled(
+    def _run_controllers(
         self,
         handle: Callable[[Sequence[Event]], None],
         failures: Failures,
         number: int,
         replicas: Replicas | None,
     ) -> None:
-        """Runs the job to its end; a controller that dies is replaced, as a lost group is."""
+        """Run the job to its end; replace a controller that dies, which counts as a lost group."""
+        # Imported late, as `launch._import_ahead` loads it while Ray starts.
         from elastrata.cluster.worker_group import fit
 
         for controller in count():
@@ -163,14 +181,15 @@ class RunDriver:
                     max_failures=failures.left,
                 )
             except ControllerLostError as error:
+                # A signal may end the controller, too.
                 if self.interrupt.signal or failures.is_last:
                     raise
                 handle([Lost(text=f"Ray Train's controller is replaced: {error}", ranks=())])
             else:
                 return
 
-    def _shown(self) -> Callable[[Event], None]:
-        """Shows an event, and sets Ray's metrics by it."""
+    def _show_and_measure(self) -> Callable[[Event], None]:
+        """Return a function that shows an event and updates Ray's metrics."""
         entries = self.run.sub("history")
         name = self.run.uri().rpartition("/")[2]
         gauges = Gauges(name, lambda: goodput(history.read(entries)))
@@ -182,7 +201,7 @@ class RunDriver:
         return show
 
     def _record_target(self) -> None:
-        """Records when the run reached its target, or that it did not."""
+        """Record when the run reached its target, or that it did not."""
         if self.recipe.target:
             entries = history.read(self.run.sub("history"))
             outcome = time_to_target(entries, self.recipe.target)
@@ -191,7 +210,7 @@ class RunDriver:
             self.tracker.tag({"target": outcome})
 
     def _record_flops(self) -> None:
-        """Records what the phases of a run with weights at zero cost."""
+        """Record the FLOPs of each phase of a sparse run."""
         if any(part.sparsity for part in self.recipe.parts):
             steps = history.effective_steps(history.read(self.run.sub("history")))
             phases = flops_by_phase(steps, [phase.last_step for phase in self.data.phases])
@@ -211,18 +230,18 @@ class RunDriver:
         )
 
     def _report(self, status: Status) -> None:
-        """Records what the run has led to, and how: what `elastrata status --json` tells of it."""
+        """Record the outputs and the report of the run, as in `elastrata status --json`."""
         checkpoints = self.run.sub("checkpoints")
         try:
             for commit in commits(checkpoints)[: int(status == "FINISHED")]:
                 self.tracker.record_output(checkpoints.uri(commit.folder), commit.step)
-            standing = status_of(self.run)
-            if standing.steps:
-                row = {"step": standing.steps, **standing.goodput.to_metrics()}
+            run_status = status_of(self.run)
+            if run_status.steps:
+                row = {"step": run_status.steps, **run_status.goodput.to_metrics()}
                 self.tracker.log_steps([row])
-            told = json.dumps(standing.to_dict(), indent=1)
-            self.tracker.log_artifact("report.json", told.encode())
-        except Exception as error:  # it does not undo a run
+            report = json.dumps(run_status.to_dict(), indent=1)
+            self.tracker.log_artifact("report.json", report.encode())
+        except Exception as error:  # a missing report does not fail the run
             self._warn(f"no report of the run: {error}")
 
     def _warn(self, line: str) -> None:
@@ -230,14 +249,14 @@ class RunDriver:
 
 
 def ask_to_stop(channel: Any, name: str) -> None:
-    """Asks the workers to save and end, as the signal of that name wants it; waits for nothing."""
+    """Ask the workers to save and end, because of the signal of this name; do not wait."""
     channel.ask.remote(ControlSignal(action=Action.STOP, reason="stop", text=name))
 
 
 def _publish(
     run: Storage, data: TrainingData, tracker: Tracker, show: Callable[[Event], None]
 ) -> None:
-    """A picture that cannot be drawn or written does not undo a finished run."""
+    """Draw and record the run's pictures; only warn if that fails."""
     try:
         publish_pictures(run, data.length_histogram, tracker)
     except Exception as error:
@@ -245,10 +264,11 @@ def _publish(
 
 
 def is_finished(run: Storage, *, steps: int, target: TargetConfig | None) -> bool:
-    """Whether the newest whole checkpoint is that of the last step, or has reached the target.
+    """Return True if the newest intact checkpoint is that of the last step, or has reached the
+    target.
 
     Raises:
-        UserError: there are checkpoints, but none is whole.
+        UserError: there are checkpoints, but all are damaged.
     """
 
     def ends(commit: Commit) -> bool:
@@ -257,6 +277,6 @@ def is_finished(run: Storage, *, steps: int, target: TargetConfig | None) -> boo
     checkpoints, lineage = run.sub("checkpoints"), history.read_lineage(run.sub("history"))
     if not any(ends(commit) for commit in commits(checkpoints) if lineage.counts(*commit.place)):
         return False
-    # What is passed over is told when training begins.
+    # No warnings about skipped checkpoints here: they are shown when training begins.
     newest = newest_verified(checkpoints, lambda _: None, lineage.counts)
     return newest is not None and ends(newest)

@@ -1,4 +1,4 @@
-"""The plan of a fork: the checkpoint it goes on from, how it differs, and why it cannot be."""
+"""The plan of a fork: its checkpoint, its differences from the parent, and obstacles."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
 
+# `begin_with` has no effect: a fork has its parent's weights.
 _ELSEWHERE = ("name", "storage", "begin_with")
-"""Keys that a fork has its own way, or no use for: its weights are the parent's."""
+"""Keys that are not listed as changes: every fork has its own ones, or does not use them."""
 _LEARNED = {"batch_size", "batch_size_warmup", "optimizer", "schedule", "sparsity"}
-"""Keys of a phase that decide what its steps do, whatever place its data has now."""
+"""Keys of a phase that decide the result of its steps, wherever its data is now."""
 _DECAY = ("schedule", "schedule.decay", "schedule.decay.steps", "schedule.decay.ratio")
 
 
@@ -45,96 +46,99 @@ _PREPARATION = re.compile(r"(phases\.\d+\.)?data\.prepare[.=]")
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A thing that a fork has otherwise than its parent."""
+    """A difference between a fork and its parent."""
 
     what: str
-    """A key of the recipe, or words."""
+    """A key of the recipe, or a description."""
     before: str
     after: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForkPlan:
-    """A fork that can be begun, and how it differs from its parent."""
+    """A fork that can be started, and its differences from the parent."""
 
     fork: Fork
     changes: tuple[Change, ...]
 
 
 def plan_fork(wanted: str, name: str, overrides: Sequence[str] = ()) -> ForkPlan:
-    """Looks whether a run can be forked. Writes nothing.
+    """Check that a run can be forked and return the plan. Writes nothing.
 
     Args:
-        wanted: `RUN` or `RUN@STEP`, the run by its folder, URL or name; default: its newest
+        wanted: `RUN` or `RUN@STEP`, with the run's folder, URL or name; default: its newest
             checkpoint.
-        name: of the fork.
-        overrides: `dotted.path=value`: how its recipe differs from the parent's.
+        name: name of the fork.
+        overrides: changes of the parent's recipe, as `dotted.path=value`.
 
     Raises:
-        UserError: one line for each thing that is wrong.
+        UserError: one line for each problem.
     """
-    if named := [one for one in overrides if one.startswith("name=")]:
-        raise UserError(f"{named[0]}: unexpected: --name {name} names the fork")
-    if vain := [one for one in overrides if _PREPARATION.match(one)]:
+    if name_overrides := [one for one in overrides if one.startswith("name=")]:
+        raise UserError(f"{name_overrides[0]}: unexpected: --name {name} names the fork")
+    if preparation_overrides := [one for one in overrides if _PREPARATION.match(one)]:
         advice = "unexpected: `elastrata prepare` makes data sets, a fork has those that are there"
-        raise UserError(*(f"{one}: {advice}" for one in vain))
-    parent, commit = _parent(wanted)
+        raise UserError(*(f"{one}: {advice}" for one in preparation_overrides))
+    parent, commit = _find_parent(wanted)
     identity = read_identity(parent)
     assert identity is not None, wanted
     before = in_steps(resumed_recipe(parent))
     recipe = in_steps(resumed_recipe(parent, [*overrides, f'name="{name}"']))
     recipe = recipe.model_copy(update={"begin_with": None})
     run = Storage(recipe.storage).sub(name)
-    if wrong := [*_taken(run), *_problems(before, recipe, commit, parent)]:
-        raise UserError(*wrong)
+    if fork_problems := [*_name_problems(run), *_recipe_problems(before, recipe, commit, parent)]:
+        raise UserError(*fork_problems)
     is_decay_given = any(one.partition("=")[0].endswith(_DECAY) for one in overrides)
-    recipe = recipe if is_decay_given else _decaying_from(commit.step, before, recipe)
+    # An explicit decay is the user's decision, even if it makes the learning rate jump.
+    recipe = recipe if is_decay_given else _start_decay_at(commit.step, before, recipe)
     data = training_data(without_limits(recipe))
-    wrong = [*mask_problems(recipe), *_model_problems(parent, commit, recipe, data)]
-    if wrong:
-        raise UserError(*wrong)
+    fork_problems = [*mask_problems(recipe), *_model_problems(parent, commit, recipe, data)]
+    if fork_problems:
+        raise UserError(*fork_problems)
     fork = Fork(
         run=run,
         recipe=recipe,
         data=data.data_sets,
         parent=parent,
         commit=commit,
-        positions=_positions(parent, identity, commit, recipe, data),
+        positions=_read_positions(parent, identity, commit, recipe, data),
         fresh_optimizer=before.optimizer.name != recipe.optimizer.name,
     )
+    # Mixtures continue from the origin, which is known only now.
     fork = replace(fork, mixtures=training_data(recipe, fork.origin).mixtures)
-    return ForkPlan(fork=fork, changes=tuple(_changes(before, recipe, fork)))
+    return ForkPlan(fork=fork, changes=tuple(_list_changes(before, recipe, fork)))
 
 
-def _parent(wanted: str) -> tuple[Storage, Commit]:
-    """The run and its checkpoint, which is whole."""
+def _find_parent(wanted: str) -> tuple[Storage, Commit]:
+    """Return the run to fork and its checkpoint, which is intact."""
     folder, slash, last = wanted.rpartition("/")
+    # Only the last part: the user of a URL may contain an @, too.
     name, at, step = last.rpartition("@")
     parent = named_run(f"{folder}{slash}{name}" if at and name else wanted)
     checkpoints, lineage = parent.sub("checkpoints"), read_lineage(parent.sub("history"))
     saved = [one for one in commits(checkpoints) if lineage.counts(*one.place)]
     if not saved:
         raise UserError(f"{checkpoints.uri()}: the run has no checkpoint to fork from")
-    commit = _of_step(saved, wanted, step) if at and name else saved[0]
+    commit = _find_step(saved, wanted, step) if at and name else saved[0]
     if damaged := problems(checkpoints, commit):
         raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     return parent, commit
 
 
-def _of_step(saved: Sequence[Commit], wanted: str, step: str) -> Commit:
+def _find_step(saved: Sequence[Commit], wanted: str, step: str) -> Commit:
     by_step = {str(commit.step): commit for commit in reversed(saved)}
     if step in by_step:
         return by_step[step]
-    known = ", ".join(sorted(by_step, key=int))
+    steps = ", ".join(sorted(by_step, key=int))
     if not step.isdecimal():
-        raise UserError(f"{wanted}: expected RUN@STEP, with one of the steps {known}")
-    close = min(map(int, by_step), key=lambda one: abs(one - int(step)))
+        raise UserError(f"{wanted}: expected RUN@STEP, with one of the steps {steps}")
+    nearest = min(map(int, by_step), key=lambda one: abs(one - int(step)))
     raise UserError(
-        f"{wanted}: no checkpoint of step {step}; the nearest is {close}, of the steps {known}"
+        f"{wanted}: no checkpoint of step {step}; the nearest is {nearest}, of the steps {steps}"
     )
 
 
-def _taken(run: Storage) -> Iterator[str]:
+def _name_problems(run: Storage) -> Iterator[str]:
     name = run.uri().rpartition("/")[2]
     if run.exists(RUN_FILE):
         yield f"--name: {name}: {run.uri()} is a run; `elastrata train --resume` continues it"
@@ -151,8 +155,10 @@ def _taken(run: Storage) -> Iterator[str]:
             yield from error.problems
 
 
-def _problems(before: Recipe, recipe: Recipe, commit: Commit, parent: Storage) -> Iterator[str]:
-    """Why no fork of that checkpoint can have that recipe."""
+def _recipe_problems(
+    before: Recipe, recipe: Recipe, commit: Commit, parent: Storage
+) -> Iterator[str]:
+    """Yield the reasons why a fork of that checkpoint cannot have that recipe."""
     step, where = commit.step, parent.uri()
     if recipe.steps_in_all <= step:
         key = "phases" if recipe.phases else "steps"
@@ -163,44 +169,49 @@ def _problems(before: Recipe, recipe: Recipe, commit: Commit, parent: Storage) -
         return
     old, new = (flatten(one.model_dump(mode="json")["workload"]) for one in (before, recipe))
     for key in sorted(old.keys() | new.keys()):
+        # The kind of attention kernel does not change the model.
         if key != "attention" and old.get(key) != new.get(key):
             yield (
-                f"workload.{key}: {_shown(new.get(key))}: expected {_shown(old.get(key))}, as in "
+                f"workload.{key}: {_format(new.get(key))}: expected {_format(old.get(key))}, as in "
                 f"{where}: a fork goes on with the same model"
             )
-    yield from _done_phases(before, recipe, step, where)
-    was, now = (_part_of(one, step)[0].sparsity for one in (before, recipe))
-    if was != now:
+    yield from _done_phase_problems(before, recipe, step, where)
+    old_sparsity, new_sparsity = (_find_phase(one, step)[0].sparsity for one in (before, recipe))
+    if old_sparsity != new_sparsity:
         yield (
             f"sparsity: expected as in {where} at step {step}, whose masks go on; a phase that "
             "begins later may have another"
         )
 
 
-def _done_phases(before: Recipe, recipe: Recipe, step: int, where: str) -> Iterator[str]:
-    """Lines about phases that the parent has done, of which another value would be told and never
-    followed, and about a phase that would end before the steps that it has done."""
+def _done_phase_problems(before: Recipe, recipe: Recipe, step: int, where: str) -> Iterator[str]:
+    """Yield lines about changes in phases that the parent has completed, which would have no
+    effect, and about a phase that would end before the steps that the parent has done of it."""
     first = 0
     for number, part in enumerate(recipe.phases):
         end = first + part.num_steps
-        old, old_first = _part_of(before, first)
+        old, old_first = _find_phase(before, first)
         if end > step:
             return
         place = f"phases.{number}"
         if before.phases and (old_first != first or end != old_first + old.num_steps):
-            done = min(step, old_first + old.num_steps) - old_first
-            expected = f"more than {done}" if old_first + old.num_steps > step else str(done)
+            done_steps = min(step, old_first + old.num_steps) - old_first
+            expected = (
+                f"more than {done_steps}" if old_first + old.num_steps > step else str(done_steps)
+            )
             yield (
                 f"{place}.steps: {part.num_steps}: expected {expected} steps: the parent, {where}, "
-                f"has done {done} of this phase"
+                f"has done {done_steps} of this phase"
             )
             return
-        was, now = (flatten(one.model_dump(mode="json", include=_LEARNED)) for one in (old, part))
-        for key in sorted(was.keys() | now.keys()):
-            if was.get(key) != now.get(key) and not key.startswith("data.prepare"):
+        old_values, new_values = (
+            flatten(one.model_dump(mode="json", include=_LEARNED)) for one in (old, part)
+        )
+        for key in sorted(old_values.keys() | new_values.keys()):
+            if old_values.get(key) != new_values.get(key) and not key.startswith("data.prepare"):
                 yield (
-                    f"{place}.{key}: {_shown(now.get(key))}: expected {_shown(was.get(key))}, as "
-                    f"in {where}, which has done this phase"
+                    f"{place}.{key}: {_format(new_values.get(key))}: expected "
+                    f"{_format(old_values.get(key))}, as in {where}, which has done this phase"
                 )
         first = end
 
@@ -208,15 +219,15 @@ def _done_phases(before: Recipe, recipe: Recipe, step: int, where: str) -> Itera
 def _model_problems(
     parent: Storage, commit: Commit, recipe: Recipe, data: TrainingData
 ) -> Iterator[str]:
-    """Lines where the data would make another model of the same recipe."""
+    """Yield lines if the data changes the shape of the model."""
     checkpoints = parent.sub("checkpoints")
     saved = model_sizes(checkpoints, commit)
     seq_len = max(phase.batches.manifest.seq_len for phase in data.phases)
     model = meta_model(lambda: recipe.workload.build_model(data.vocabulary, seq_len))
     needed = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    wrong = sorted(key for key in needed if saved.get(key, needed[key]) != needed[key])
+    other_shapes = sorted(key for key in needed if saved.get(key, needed[key]) != needed[key])
     yield from _tokenizer_problems(parent, data)
-    for name in wrong[:1]:
+    for name in other_shapes[:1]:
         yield (
             f"data.path: {data.train.url}: its tokenizer or its longest sample makes another model "
             f"of it: {name} has shape {needed[name]}, and {saved[name]} in checkpoint "
@@ -225,10 +236,12 @@ def _model_problems(
 
 
 def _tokenizer_problems(parent: Storage, data: TrainingData) -> Iterator[str]:
-    """A line where another tokenizer has made the data, as far as the parent's is still there."""
+    """Yield a line if the data was prepared with another tokenizer, as far as the parent's data
+    still exists."""
     identity = read_identity(parent)
     for data_set in identity.data if identity else ():
         manifest = Manifest.find(Storage(data_set.url))
+        # The folder may have been deleted, or prepared anew.
         if manifest is None or manifest.fingerprint != data_set.fingerprint:
             continue
         if manifest.tokenizer_fingerprint != data.train.manifest.tokenizer_fingerprint:
@@ -239,8 +252,9 @@ def _tokenizer_problems(parent: Storage, data: TrainingData) -> Iterator[str]:
             return
 
 
-def _part_of(recipe: Recipe, step: int) -> tuple[PhaseKeys, int]:
-    """The phase that does the step after so many, or the last one; and the steps before it."""
+def _find_phase(recipe: Recipe, step: int) -> tuple[PhaseKeys, int]:
+    """Return the phase that does the step after `step`, or the last one; and the number of steps
+    before that phase."""
     before = 0
     for part in recipe.parts:
         if step < before + part.num_steps:
@@ -249,45 +263,45 @@ def _part_of(recipe: Recipe, step: int) -> tuple[PhaseKeys, int]:
     return recipe.parts[-1], before - recipe.parts[-1].num_steps
 
 
-def _decaying_from(step: int, parent: Recipe, recipe: Recipe) -> Recipe:
-    """The recipe, whose decay begins with the fork where it would have begun before, and the
-    parent's had not: so a stem is never left with a leap."""
-    (part, first), (old, old_first) = _part_of(recipe, step), _part_of(parent, step)
+def _start_decay_at(step: int, parent: Recipe, recipe: Recipe) -> Recipe:
+    """Return the recipe with its decay starting at the fork, if it had started before while the
+    parent's had not: otherwise the learning rate would jump."""
+    (part, first), (old, old_first) = _find_phase(recipe, step), _find_phase(parent, step)
     schedule, done = part.schedule, step - first
     if schedule.shape != "wsd" or schedule.decay_start(part.num_steps) >= done:
         return recipe
     if old.schedule.shape == "wsd" and old.schedule.decay_start(old.num_steps) < step - old_first:
         return recipe
     decay = DecayConfig(shape=schedule.decay.shape, steps=part.num_steps - done)
-    later = part.model_copy(update={"schedule": schedule.model_copy(update={"decay": decay})})
+    decayed = part.model_copy(update={"schedule": schedule.model_copy(update={"decay": decay})})
     if not recipe.phases:
-        return recipe.model_copy(update={"schedule": later.schedule})
-    phases = tuple(later if one is part else one for one in recipe.phases)
+        return recipe.model_copy(update={"schedule": decayed.schedule})
+    phases = tuple(decayed if one is part else one for one in recipe.phases)
     return recipe.model_copy(update={"phases": phases})
 
 
-def _positions(
+def _read_positions(
     parent: Storage, identity: RunIdentity, commit: Commit, recipe: Recipe, data: TrainingData
 ) -> dict[str, int]:
-    """The samples that were taken of each data set that both have in the same order."""
-    phases, taken = taken_after(commit.step, read_summary(parent).phases, identity, parent)
+    """Return the samples already taken of each data set that both runs read in the same order."""
+    phases, taken_samples = taken_after(commit.step, read_summary(parent).phases, identity, parent)
     old = {key: (phase.seed, phase.window_stripes) for key, phase in phases.items()}
     new = {
         manifest.fingerprint: (recipe.seed, part.data.window_stripes)
         for part, phase in zip(recipe.parts, data.phases, strict=True)
         for _, manifest in phase.batches.data_sets
     }
-    return {key: count for key, count in taken.items() if new.get(key) == old[key]}
+    return {key: count for key, count in taken_samples.items() if new.get(key) == old[key]}
 
 
-def _changes(before: Recipe, recipe: Recipe, fork: Fork) -> Iterator[Change]:
-    """Everything that the fork has otherwise than its parent."""
+def _list_changes(before: Recipe, recipe: Recipe, fork: Fork) -> Iterator[Change]:
+    """Yield the differences between the fork and its parent."""
     old, new = (flatten(one.model_dump(mode="json")) for one in (before, recipe))
     for key in sorted(old.keys() | new.keys()):
         if key.partition(".")[0] not in _ELSEWHERE and old.get(key) != new.get(key):
-            yield Change(what=key, before=_shown(old.get(key)), after=_shown(new.get(key)))
+            yield Change(what=key, before=_format(old.get(key)), after=_format(new.get(key)))
     step = fork.commit.step
-    rates = [_rate(one, step) for one in (before, recipe)]
+    rates = [_learning_rate(one, step) for one in (before, recipe)]
     if not math.isclose(*rates, rel_tol=1e-9):
         yield Change(
             what=f"learning rate of step {step + 1}", before=f"{rates[0]:g}", after=f"{rates[1]:g}"
@@ -299,17 +313,17 @@ def _changes(before: Recipe, recipe: Recipe, fork: Fork) -> Iterator[Change]:
             yield Change(what=f"samples of {data_set.url}", before="", after="from the first on")
 
 
-def _rate(recipe: Recipe, step: int) -> float:
-    """The learning rate after so many steps; the last one where there are no more."""
+def _learning_rate(recipe: Recipe, step: int) -> float:
+    """Return the learning rate after `step` steps, or the last one."""
     return recipe.learning_rate(min(step, recipe.steps_in_all - 1))
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     return "none" if value is None else str(value)
 
 
 def show_changes(console: Console, plan: ForkPlan) -> None:
-    """Shows of which checkpoint the fork is, and what changes."""
+    """Show the checkpoint of the fork, and its changes."""
     fork = plan.fork
     console.print(f"fork of {fork.parent.uri()}, step {fork.commit.step}", markup=False)
     table = Table(box=None, padding=(0, 2), header_style="bold")

@@ -1,6 +1,6 @@
-"""Interrupts: Ctrl-C and SIGTERM end a run with its state saved; a second one ends it at once.
+"""Interrupts: Ctrl-C and SIGTERM end a run with its state saved; a second one ends it immediately.
 
-What is to be done at the end is done, whatever is pressed meanwhile.
+Final work, such as closing the run's record, is completed in spite of further signals.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ _running: list[str] = []
 
 
 class Interrupt:
-    """A signal, or the loss of ownership, that comes between a run and its end."""
+    """A request to end a run: a signal, or the loss of its ownership."""
 
     def __init__(self) -> None:
         self.signal: str | None = None
-        """The name of the signal that asked for the end; None: nobody asked."""
+        """The name of the signal that requested the end; None without a request."""
         self.since = 0.0
-        """When it came, by the monotonic clock."""
+        """Monotonic time of the request."""
         self._lost: str | None = None
 
     def lose(self, text: str) -> None:
-        """The run is not this process's any more: it must not go on."""
+        """Record that another process owns the run: this one must stop."""
         self._lost = text
 
     def ask(self, name: str) -> None:
-        """Asks for the end, as a signal of that name would."""
+        """Request the end, as a signal of that name would."""
         self.signal, self.since = name, time.monotonic()
 
     @property
     def is_lost(self) -> bool:
-        """Whether the run is another process's now."""
+        """True if another process owns the run."""
         return self._lost is not None
 
     def run(
         self, action: Callable[[], None], grace_seconds: float, remind: Callable[[str], None]
     ) -> None:
-        """Runs `action` in a thread of its own, so that signals are heard at once.
+        """Run `action` in another thread, so that signals are handled immediately.
 
         Args:
-            action: what may be interrupted.
-            grace_seconds: how long it may go on after a signal.
-            remind: called with the signal's name again and again, for who was asked may have died.
+            action: work that may be interrupted.
+            grace_seconds: time that it may continue after a signal.
+            remind: called repeatedly with the signal's name.
 
         Raises:
-            KeyboardInterrupt: a signal came, and a second one, or `grace_seconds` went by.
-            TrainingError: the run is not this process's any more.
-            Exception: what `action` raised.
+            KeyboardInterrupt: a second signal came, or `grace_seconds` passed after the first.
+            TrainingError: another process owns the run.
+            Exception: the error of `action`.
         """
         raised: list[BaseException] = []
 
         def guarded() -> None:
             try:
                 action()
-            except BaseException as error:  # it belongs to the thread that waits
+            except BaseException as error:  # raised again in the waiting thread
                 raised.append(error)
 
         thread = threading.Thread(target=guarded, name="elastrata-fit", daemon=True)
@@ -88,11 +88,12 @@ class Interrupt:
             if self.signal:
                 if time.monotonic() - self.since > grace_seconds:
                     raise KeyboardInterrupt(self.signal)
+                # Repeated: the process that received it may have died.
                 remind(self.signal)
 
     @contextmanager
     def heard(self, asked: Callable[[str], None]) -> Iterator[None]:
-        """Catches the signals while its block runs. Off the main thread it catches none.
+        """Handle the signals while the block runs. It handles none off the main thread.
 
         Args:
             asked: called with the name of the first signal; the second raises KeyboardInterrupt.
@@ -108,17 +109,20 @@ class Interrupt:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before: dict[int, Any] = {number: signal.signal(number, handle) for number in SIGNALS}
+        handlers_before: dict[int, Any] = {
+            number: signal.signal(number, handle) for number in SIGNALS
+        }
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers_before.items():
                 signal.signal(number, handler)
 
 
 def _abandon(thread: threading.Thread) -> None:
-    """Ends a thread with its next line of Python: one that asked a Ray which is gone would end the
-    process, with Ray's exit code."""
+    """End a thread at its next line of Python."""
+    # Otherwise its next call of a Ray that has shut down would end the process with Ray's exit
+    # code.
     if thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
@@ -126,38 +130,39 @@ def _abandon(thread: threading.Thread) -> None:
 
 
 def is_ending() -> bool:
-    """Whether a teardown is under way in this process."""
+    """Return True if a teardown is in progress in this process."""
     return bool(_running)
 
 
 @contextmanager
 def undisturbed(what: str) -> Iterator[None]:
-    """Runs its block to the end, though a signal comes: an exception in the midst of it would leave
-    half of the work. A second signal goes to whoever handled it before, for what hangs.
+    """Run the block to its end in spite of a signal. A second signal goes to the previous handler.
 
-    Off the main thread, where no signal is handled, it changes nothing.
+    Off the main thread, which handles no signals, it changes nothing.
 
     Args:
-        what: is being done, for the line that the first signal is answered with.
+        what: description of the work, for the line printed at the first signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before: dict[int, Any] = {}
-    came: list[int] = []
+    handlers_before: dict[int, Any] = {}
+    received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        if len(came) == 1:
+        # An exception in the middle of a teardown would leave it half done. The second signal is
+        # for one that hangs.
+        received.append(number)
+        if len(received) == 1:
             sys.stderr.write(f"{what}; once more to leave at once\n")
-        elif callable(before[number]):
-            before[number](number, frame)
+        elif callable(handlers_before[number]):
+            handlers_before[number](number, frame)
 
     _running.append(what)
-    before.update({number: signal.signal(number, handle) for number in SIGNALS})
+    handlers_before.update({number: signal.signal(number, handle) for number in SIGNALS})
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
         _running.pop()

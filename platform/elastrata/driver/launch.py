@@ -58,9 +58,9 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.phase import positions_after
 from elastrata_pipelines.storage import Storage
 
+# One computes, the other one reads data and runs Ray.
 CPUS_OF_A_WORKER = 2
-"""CPUs of a cluster without GPUs, for every worker under `workers.max: auto`: one computes, the
-other one reads data and runs Ray."""
+"""CPUs per worker under `workers.max: auto` in a cluster without GPUs."""
 
 
 def train(
@@ -73,47 +73,52 @@ def train(
     record: Tracker | None = None,
     go_on_from: str | None = None,
 ) -> TrainResult:
-    """Trains a recipe to its last step or its target, or continues the run of that name there.
+    """Train a recipe to its last step or its target, or continue the run of that name.
 
     Args:
-        recipe: what to train.
-        name: of the run; its folder in `recipe.storage`.
-        address: the Ray cluster to join; default: the session that is open, else one of its own.
-        show: called with every event, from a thread of its own.
-        interrupt: by which others can ask for its end; default: signals alone can.
-        record: where the run is recorded; default: as the recipe says.
-        go_on_from: the checkpoint of the run to go back to: its folder's name, or its step.
-            Default: the newest.
+        recipe: recipe to train.
+        name: name of the run, and of its folder in `recipe.storage`.
+        address: address of the Ray cluster to join; default: the open session, else a new local
+            cluster.
+        show: called with every event, in another thread.
+        interrupt: lets other code request the end of the run; default: only signals can.
+        record: tracker of the run; default: as the recipe says.
+        go_on_from: checkpoint of the run to go back to, by its folder's name or its step; default:
+            the newest.
 
     Raises:
-        UserError: something in the run's folder, the recipe, the data or the cluster cannot work.
-        TrainingError: training did not come to its end; says why.
+        UserError: the run's folder, the recipe, the data or the cluster cannot work.
+        TrainingError: training ended early; the message has the reason.
     """
     stopwatch = Stopwatch()
     if problems := [line for _, line in cross_field_problems(recipe)]:
         raise UserError(*problems)
     if problems := mask_problems(recipe):
         raise UserError(*problems)
+    # Lengths in epochs or tokens become steps.
     recipe = in_steps(recipe)
     root = Storage(recipe.storage)
     run = root.sub(name)
-    data = training_data(recipe, _fork_origin(run))
+    data = training_data(recipe, _read_fork_origin(run))
     for line in list_warnings(recipe, data):
         show(Warned(text=line))
+    # Before anything is written or started: a mistake shows within seconds.
     check_storage(root)
     interrupt = interrupt or Interrupt()
     stopwatch.passed("preflight")
     Thread(target=_import_ahead, daemon=True).start()
-    begun_before = read_identity(run)
+    identity_before = read_identity(run)
     origin = look_over(run, recipe, data.data_sets, go_on_from, warn=lambda line: _warn(show, line))
     parent = find_parent(run, recipe, data, lambda line: _warn(show, line))
     with _owned(run, interrupt, show, origin) as ownership:
-        show = _noting(ownership, show)
+        show = _note_steps(ownership, show)
         identity = read_identity(run)
-        if identity != begun_before:  # another command began or continued it while this one looked
+        # Another command may have started or continued the run during the checks.
+        if identity != identity_before:
             raise UserError(f"{run.uri()}: was changed by another command just now; try again")
         if identity:
             for commit in commits(run.sub("checkpoints"))[:1]:
+                # The driver that died may not have written the last lines; the commit has them.
                 restore_history(run.sub("history"), commit)
         finished = is_finished(run, steps=recipe.steps_in_all, target=recipe.target)
         stopwatch.passed("ownership")
@@ -124,28 +129,31 @@ def train(
             problems = cluster_problems(recipe, gpus, resources)
             problems += name_problems(recipe, gpus)
             if problems:
+                # An autoscaler may still launch the missing resources.
                 if not launches_nodes():
                     raise UserError(*problems)
                 show(Warned(text=f"waiting for nodes: {'; '.join(problems)}"))
+            # From here on `workers.max` is a number.
             recipe = with_workers(recipe, gpus, resources)
             channel = open_channel()
             tracker = _open_record(recipe, name, run, identity, data, parent, record, show)
             stopwatch.passed("record")
             show(Launched(seconds=stopwatch.seconds))
             driver = RunDriver(recipe, run, data, tracker, channel, interrupt, gpus, show, parent)
+            # From here on Ctrl-C saves a checkpoint first.
             with interrupt.heard(lambda name: _ask_to_stop(channel, show, name)):
                 status = driver.to_end(finished)
-    return _result(run, recipe.target, tracker.run_id, status)
+    return _to_result(run, recipe.target, tracker.run_id, status)
 
 
 def gpus_per_worker(recipe: Recipe, resources: Mapping[str, float]) -> float:
     """Return the GPUs that each worker claims.
 
     Raises:
-        UserError: `auto`, and the cluster has yet to launch the nodes that would tell.
+        UserError: the value is `auto`, and the cluster has yet to launch nodes to derive it from.
     """
-    is_open = recipe.workers.gpus == "auto"
-    if is_open and cluster_problems(recipe, 0.0, resources) and launches_nodes():
+    is_auto = recipe.workers.gpus == "auto"
+    if is_auto and cluster_problems(recipe, 0.0, resources) and launches_nodes():
         raise UserError(
             "workers.gpus: auto: the cluster has no nodes for the workers yet to look at; "
             "expected a number, 0 for CPUs"
@@ -157,36 +165,37 @@ def with_workers(recipe: Recipe, gpus: float, resources: Mapping[str, float]) ->
     """Return the recipe with a number as `workers.max`.
 
     Args:
-        recipe: comes back as it is where it has one.
-        gpus: that each worker claims.
-        resources: of the cluster, by Ray's names.
+        recipe: returned unchanged if it already has a number.
+        gpus: GPUs per worker.
+        resources: resources of the cluster, by Ray's names.
 
     Raises:
-        UserError: with so many workers something else in the recipe cannot be.
+        UserError: another setting of the recipe contradicts that number of workers.
     """
     if recipe.workers.max != "auto":
         return recipe
-    most = _most(gpus, recipe.workers.cpus, resources)
+    most = _max_workers(gpus, recipe.workers.cpus, resources)
     most = min(most, min(part.batch_size for part in recipe.parts))
     most -= most % recipe.parallel.group_size
     workers = recipe.workers.model_copy(update={"max": max(recipe.workers.min, most)})
-    counted = recipe.model_copy(update={"workers": workers})
-    if problems := [line for _, line in cross_field_problems(counted)]:
+    numbered = recipe.model_copy(update={"workers": workers})
+    if problems := [line for _, line in cross_field_problems(numbered)]:
         raise UserError(*(f"{line} (workers.max: auto is {workers.max} here)" for line in problems))
-    return counted
+    return numbered
 
 
-def _most(gpus: float, cpus: float, resources: Mapping[str, float]) -> int:
+def _max_workers(gpus: float, cpus: float, resources: Mapping[str, float]) -> int:
     if gpus:
+        # The quotient of fractions, such as 0.3 / 0.1, may be just below a whole number.
         return int(resources.get("GPU", 0) / gpus + 1e-9)
     return int(resources.get("CPU", 0) / max(CPUS_OF_A_WORKER, cpus) + 1e-9)
 
 
-def _fork_origin(run: Storage) -> ForkOrigin | None:
-    """The place that a fork goes on from; None of what is none. What else is wrong with its folder
-    is told later."""
+def _read_fork_origin(run: Storage) -> ForkOrigin | None:
+    """Return the origin of a fork; None if the run is not a fork or its folder cannot be read."""
     try:
         identity = read_identity(run)
+    # `look_over` reports these errors later.
     except (UserError, OSError):
         return None
     return identity.origin if identity else None
@@ -199,13 +208,20 @@ def look_over(
     go_on_from: str | None,
     warn: Callable[[str], None],
 ) -> Commit | None:
-    """Looks whether the run of that folder can be begun, or gone on with. Writes nothing.
+    """Check that the run of a folder can be started or continued. Writes nothing.
+
+    Args:
+        run: the run's folder.
+        recipe: recipe to train.
+        data_sets: data sets of the recipe.
+        go_on_from: checkpoint to go back to, by its folder's name or its step; None for none.
+        warn: called with each warning.
 
     Returns:
-        The checkpoint to go back to; None where the run goes on by itself.
+        The checkpoint to go back to; None to continue from the newest one.
 
     Raises:
-        UserError: it is another run, or what is in the folder contradicts itself.
+        UserError: the folder has another run, or its contents are inconsistent.
     """
     read_owner(run)
     identity = read_identity(run)
@@ -228,7 +244,7 @@ def look_over(
 def _owned(
     run: Storage, interrupt: Interrupt, show: Callable[[Event], None], origin: Commit | None
 ) -> Iterator[Ownership]:
-    """Run the block as the run's only driver, gone back to `origin` if there is one."""
+    """Run the block as the run's only driver, reset to `origin` if that is given."""
     before = read_owner(run)
     with claim(run, "run", lost=interrupt.lose, warn=lambda line: _warn(show, line)) as ownership:
         if origin:
@@ -238,10 +254,10 @@ def _owned(
         yield ownership
 
 
-def _noting(ownership: Ownership, show: Callable[[Event], None]) -> Callable[[Event], None]:
-    """`show`, with every step put where `status` finds it at once."""
+def _note_steps(ownership: Ownership, show: Callable[[Event], None]) -> Callable[[Event], None]:
+    """Wrap `show` so that every step is also noted in the ownership file, which `status` reads."""
 
-    def noted(event: Event) -> None:
+    def note_and_show(event: Event) -> None:
         if isinstance(event, StepRecord):
             loss = event.loss if math.isfinite(event.loss) else None
             ownership.note(
@@ -249,18 +265,20 @@ def _noting(ownership: Ownership, show: Callable[[Event], None]) -> Callable[[Ev
             )
         show(event)
 
-    return noted
+    return note_and_show
 
 
 def _note_death(run: Storage, before: Owner, show: Callable[[Event], None]) -> None:
-    """The fault that the driver before could not note: its own death, and the newest step that it
-    had heard of, at most a beat before, which may be on no other record."""
-    storage, newest = run.sub("history"), history.next_attempt(run.sub("history")) - 1
-    writer = HistoryWriter(storage, newest, lambda line: _warn(show, line), writer="d")
+    """Record the death of the previous driver as a fault, with the newest step in its ownership
+    file."""
+    # The step in the ownership file is at most one heartbeat older than the death, and may be in no
+    # other record.
+    storage, newest_attempt = run.sub("history"), history.next_attempt(run.sub("history")) - 1
+    writer = HistoryWriter(storage, newest_attempt, lambda line: _warn(show, line), writer="d")
     fault = {
         "text": f"the driver is gone ({before})",
         "ranks": [],
-        # Its workers may have lived some seconds longer; they write what they do this often.
+        # Its workers may have lived some seconds longer; they write their history at this interval.
         "seconds_unheard": history.PART_SECONDS,
         **({"newest": before.newest.step} if before.newest else {}),
     }
@@ -273,14 +291,15 @@ def _warn(show: Callable[[Event], None], line: str) -> None:
 
 
 def _ask_to_stop(channel: Any, show: Callable[[Event], None], name: str) -> None:
-    """Called in a signal's handler: only sends, and waits for nothing."""
+    """Request a stop from a signal's handler, without blocking."""
     ask_to_stop(channel, name)
     show(Warned(text=f"{name}: saving a checkpoint first; once more to stop at once"))
 
 
 def _import_ahead() -> None:
-    """Imports what is needed next while Ray starts, which leaves a core idle: saves 1 to 2 s."""
+    """Import modules that are needed next while Ray starts."""
 
+    # Ray's start leaves a core idle: saves 1 to 2 s.
     import elastrata.cluster.worker_group  # noqa: F401
 
 
@@ -299,27 +318,27 @@ def _open_record(
     record: Tracker | None,
     show: Callable[[Event], None],
 ) -> Tracker:
-    """Starts the run's folder and its record, or goes on with them."""
+    """Create the run's folder and its record, or continue them."""
 
     def is_copied(original: str) -> bool:
-        if found := is_copy(run, original, _mlflow_run_id):
+        if is_copied_run := is_copy(run, original, _mlflow_run_id):
             line = f"{run.uri()}: a copy of {original}; it gets an MLflow run of its own"
             _warn(show, line)
-        return found
+        return is_copied_run
 
     fingerprints = dict.fromkeys(data_set.fingerprint for data_set in data.data_sets)
-    size = {"model.parameters": num_parameters(recipe.workload, data)}
+    size_params = {"model.parameters": num_parameters(recipe.workload, data)}
     origin = identity.origin if identity else None
-    told = recipe.as_recorded()
+    recorded_recipe = recipe.as_recorded()
     tracker = record or open_tracker(
         recipe.tracking,
         Storage(recipe.storage),
         run_name=name,
         run_id=identity.mlflow_run_id if identity else None,
         params={
-            **recipe_params(told.model_dump(mode="json")),
+            **recipe_params(recorded_recipe.model_dump(mode="json")),
             **data_params(dict(data.trained_on).values()),
-            **size,
+            **size_params,
         },
         tags=start_tags(", ".join(fingerprints), run.uri(), _cluster_resources())
         | (parent.to_tags() if parent else {})
@@ -327,8 +346,8 @@ def _open_record(
         inputs=data.inputs,
         is_copy=is_copied,
     )
-    tracker.log_artifact(RECIPE_FILE, to_yaml(told).encode())
-    now = RunIdentity(
+    tracker.log_artifact(RECIPE_FILE, to_yaml(recorded_recipe).encode())
+    new_identity = RunIdentity(
         name=name,
         data=data.data_sets,
         mlflow_run_id=tracker.run_id,
@@ -336,9 +355,9 @@ def _open_record(
         origin=origin,
         mixtures=data.mixtures,
     )
-    write_identity(run, now, recipe)
+    write_identity(run, new_identity, recipe)
     if identity:
-        catch_up(tracker, history.read(run.sub("history")), _committed(run.sub("checkpoints")))
+        catch_up(tracker, history.read(run.sub("history")), _checkpoints(run.sub("checkpoints")))
     return tracker
 
 
@@ -347,8 +366,8 @@ def _mlflow_run_id(run: Storage) -> str | None:
     return identity.mlflow_run_id if identity else None
 
 
-def _committed(checkpoints: Storage) -> list[Committed]:
-    """The checkpoints there are, the oldest first."""
+def _checkpoints(checkpoints: Storage) -> list[Committed]:
+    """Return the existing checkpoints, oldest first."""
     return [
         Committed(
             step=commit.step,
@@ -359,7 +378,7 @@ def _committed(checkpoints: Storage) -> list[Committed]:
     ]
 
 
-def _result(
+def _to_result(
     run: Storage, target: TargetConfig | None, mlflow_run_id: str, status: str
 ) -> TrainResult:
     entries = history.read(run.sub("history"))
@@ -378,7 +397,7 @@ def _result(
 
 
 MOST_EPOCHS = 40
-"""A data set that is gone through more often than that is learned by heart."""
+"""Epochs over a data set beyond which a run warns about memorisation."""
 
 
 def list_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
@@ -394,7 +413,7 @@ def list_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
 
 
 def find_repetition(recipe: Recipe, data: TrainingData) -> str | None:
-    """Return a line about the data set that is repeated most often, if that is too often."""
+    """Return a warning about the most repeated data set, if it is repeated too often."""
     sizes = {url: manifest.samples for url, manifest in data.trained_on}
     phases = [phase.size for phase in data.phases]
     urls = [[url for url, _ in phase.batches.data_sets] for phase in data.phases]

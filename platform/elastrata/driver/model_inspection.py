@@ -1,4 +1,4 @@
-"""A recipe's model, built without its numbers: its size, its inputs, what its optimizer does."""
+"""A recipe's model, built without weights: its size, its inputs and its parameter groups."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class ModelInspection:
     """A recipe's model as its optimizer sees it."""
 
     vocabulary: int
-    """Ids of the tokenizer; before the data is prepared, as many as it was asked for."""
+    """Ids of the tokenizer; before the data is prepared, the requested number."""
     prepared: bool
-    """Whether the recipe's data set is there."""
+    """True if the recipe's data set exists."""
     groups: tuple[ParameterGroup, ...]
-    """Those that have parameters; together all that are trained."""
+    """Non-empty parameter groups; together they have all trained parameters."""
     sparsity: tuple[SparsityPlan, ...]
-    """The plan of every phase; empty where no phase has weights at zero."""
+    """The sparsity plan of every phase; empty if no phase is sparse."""
 
 
 def inspect_model(recipe: Recipe) -> ModelInspection:
-    """Builds the model on the meta device, where it takes neither memory nor time.
+    """Inspect the model of a recipe, built on the meta device without memory for weights.
 
     Raises:
-        UserError: the size of the vocabulary is not known before the data is prepared.
+        UserError: the size of the vocabulary is unknown before the data is prepared.
     """
     spec = data_spec(recipe)
     model = meta_model(lambda: recipe.workload.build_model(spec.vocabulary, spec.seq_len))
@@ -48,7 +48,7 @@ def inspect_model(recipe: Recipe) -> ModelInspection:
 
 
 def num_parameters(workload: Workload, data: TrainingData) -> int:
-    """How many numbers a model has that trains on that data; shared ones count once."""
+    """Return the number of parameters of a model for this data; shared ones count once."""
     model = meta_model(lambda: workload.build_model(data.vocabulary, data.seq_len))
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -66,8 +66,9 @@ def _sparsity(recipe: Recipe, spec: DataSpec) -> tuple[SparsityPlan, ...]:
 
 
 def inputs_of(recipe: Recipe, rows: Rows, manifest: Manifest) -> list[int] | None:
-    """The ids, samples end to end, in the epoch of the rows; None where they are the samples' own,
-    or the workload's batches do not have one for every token.
+    """Return the input ids of the rows, concatenated, as the workload makes them in the rows'
+    epoch; None if they equal the samples' own ids, or if the workload has no input id for every
+    token.
 
     Raises:
         UserError: the recipe's workload cannot train on that data set.

@@ -1,4 +1,4 @@
-"""Gauges: how a run stands now, for Prometheus, through Ray's own metrics."""
+"""Gauges of a run for Prometheus, through Ray's metrics."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ GAUGES: Mapping[str, str] = {
     "elastrata_world_size": "Workers of the group that trains",
     "elastrata_evaluation_loss": "Loss on the held-out data, at the last evaluation",
 }
+"""Metrics of a run and their descriptions."""
 BY_SOURCE: Mapping[str, str] = {
     "elastrata_source_share": "Share of a source in the tokens of the last step",
     "elastrata_source_loss": "Training loss of a source in the last step that had any of it",
     "elastrata_source_evaluation_loss": "Loss on what is held out of a source, likewise",
 }
-"""Of a mixture, by the label `source`."""
+"""Metrics of a mixture, with the label `source`."""
 BY_SET: Mapping[str, str] = {
     "elastrata_set_evaluation_loss": "Loss on a further held-out set, at the last evaluation",
 }
-"""Of `evaluation.sets`, by the label `set`."""
+"""Metrics of `evaluation.sets`, with the label `set`."""
 BY_USE: Mapping[str, str] = {
     "elastrata_goodput_seconds": "Seconds of the run, by what they went into: those of steps that "
     "count and all others; at the last durable checkpoint or change of workers",
 }
-"""By the label `use`: the fields of `Goodput`."""
+"""Metrics with the label `use`: the fields of `Goodput`."""
 COUNTERS: Mapping[str, str] = {
     "elastrata_faults": "Groups of workers lost since the driver started",
     "elastrata_checkpoints": "Durable checkpoints taken since the driver started",
 }
-"""The metrics and their meanings. Prometheus has them with `ray_` before, and `_total` after the
+"""Counters and their descriptions. Ray adds the prefix `ray_` to all metrics, and `_total` to
 counters."""
 
 
 class Gauges:
-    """The gauges of one run, by the label `run`.
+    """The gauges of one run, with the label `run`.
 
     Args:
-        run: its name.
-        account: of its seconds so far; may take seconds itself where the history is long.
+        run: name of the run.
+        account: returns the seconds of the run by use; may be slow if the history is long.
     """
 
     def __init__(self, run: str, account: Callable[[], Goodput]) -> None:
@@ -70,12 +71,12 @@ class Gauges:
         self._by_use = {
             name: Gauge(name, text, tag_keys=("run", "use")) for name, text in BY_USE.items()
         }
-        own = self._gauges, self._by_source, self._by_set, self._by_use, self._counters
-        for metric in (metric for kind in own for metric in kind.values()):
+        all_metrics = self._gauges, self._by_source, self._by_set, self._by_use, self._counters
+        for metric in (metric for kind in all_metrics for metric in kind.values()):
             metric.set_default_tags({"run": run})
 
     def __call__(self, event: Event) -> None:
-        """Takes what an event says."""
+        """Update the metrics from an event."""
         match event:
             case StepRecord():
                 self._set(
@@ -91,7 +92,7 @@ class Gauges:
                 )
                 self._set_sources(event)
             case Evaluated():
-                self._evaluated(event)
+                self._set_evaluation(event)
             case Started():
                 self._set(world_size=event.world_size)
                 self._set_goodput()
@@ -112,7 +113,7 @@ class Gauges:
             if name in losses:
                 self._by_source["elastrata_source_loss"].set(losses[name], tags)
 
-    def _evaluated(self, event: Evaluated) -> None:
+    def _set_evaluation(self, event: Evaluated) -> None:
         self._set(evaluation_loss=event.loss)
         metrics = event.to_metrics()
         for name, loss in losses_by_source(metrics).items():
@@ -121,9 +122,9 @@ class Gauges:
             self._by_set["elastrata_set_evaluation_loss"].set(loss, {"set": name})
 
     def _set_goodput(self) -> None:
-        """Takes up to a hundredth of the time."""
-        began = time.monotonic()
-        if began < self._next_account:
+        """Update the goodput gauges, at most 1% of the time."""
+        started = time.monotonic()
+        if started < self._next_account:
             return
         try:
             seconds = self._account().to_metrics(prefix="")
@@ -132,7 +133,8 @@ class Gauges:
         for use, value in seconds.items():
             self._by_use["elastrata_goodput_seconds"].set(value, {"use": use})
         now = time.monotonic()
-        self._next_account = now + 100 * (now - began)
+        # Reading the history gets slower as it grows.
+        self._next_account = now + 100 * (now - started)
 
     def _set(self, **values: float | None) -> None:
         for name, value in values.items():

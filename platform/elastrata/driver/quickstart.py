@@ -1,5 +1,5 @@
-"""The quickstart: from the text of Python's own library to a BERT or a ModernBERT that fills in
-masked words, or to a GPT that goes on with a line."""
+"""The quickstart: trains a BERT or ModernBERT that fills masked words, or a GPT that continues
+lines, on the sources of Python's standard library."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from elastrata_pipelines.storage import Storage
 
 Model = Literal["bert", "modernbert", "gpt"]
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+# Paragraphs of code vary in length as texts do; whole files would all be truncated at
+# seq_len, except for a GPT, which packs them.
 _DOCUMENTS = {"bert": "paragraph", "modernbert": "paragraph", "gpt": "file"}
-"""Paragraphs of code differ in length as texts do; whole files would all be cut at seq_len, which
-for a GPT are packed."""
+"""Documents per source: paragraphs or whole files."""
 _BEGINNINGS = ("def __init__(self, ", "import ", "    if not isinstance(", "class ")
 _NEW_TOKENS = 24
 _PROMPTS = (
@@ -42,26 +43,24 @@ class Corpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Filled:
-    """A line with a masked word, and what the model would put there, likeliest first."""
+    """A line with a masked word, and the model's words for it, most likely first."""
 
     line: str
     words: tuple[str, ...]
     probability: float
-    """The probability of the first word."""
+    """Probability of the first word."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The beginning of a line, and what the model writes after it."""
+    """The beginning of a line, and the model's continuation."""
 
     prompt: str
     text: str
 
 
 def collect_corpus(folder: Path) -> Corpus:
-    """Copies the running Python's standard library, its sources that are UTF-8, into a folder.
-
-    Files that are there already stay as they are, so that data prepared from them stays valid.
+    """Copy the sources of the running Python's standard library that are UTF-8 into a folder.
 
     Raises:
         UserError: this Python has no library sources, or the folder cannot be written.
@@ -71,6 +70,7 @@ def collect_corpus(folder: Path) -> Corpus:
     try:
         for path, data in _sources(library):
             target = folder / path.relative_to(library)
+            # Unchanged files stay as they are, so that data prepared from them stays valid.
             if not target.exists() or target.read_bytes() != data:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(data)
@@ -97,7 +97,7 @@ def _sources(library: Path) -> Iterator[tuple[Path, bytes]]:
 def quickstart_recipe(
     out: Path, corpus: Corpus, overrides: tuple[str, ...] = (), model: Model = "bert"
 ) -> Recipe:
-    """The recipe `<model>/quickstart`, with all it reads and writes in `out`."""
+    """Return the recipe `<model>/quickstart`, with all its inputs and outputs in `out`."""
     source = {"name": "python", "paths": str(corpus.folder), "documents": _DOCUMENTS[model]}
     places = {
         "name": f"{model}-quickstart",
@@ -105,17 +105,17 @@ def quickstart_recipe(
         "data.prepare.sources": [source],
         "storage": str(out / "runs"),
     }
-    written = [f"{key}={json.dumps(value)}" for key, value in places.items()]
-    return load_recipe(f"{model}/quickstart", [*written, *overrides])
+    place_overrides = [f"{key}={json.dumps(value)}" for key, value in places.items()]
+    return load_recipe(f"{model}/quickstart", [*place_overrides, *overrides])
 
 
 def folder_of(name: str, model: Model) -> str:
-    """The name of the folder where the data or the exported model of a quickstart lies."""
+    """Return the name of the folder with a quickstart's data or exported model."""
     return name if model == "bert" else f"{model}-{name}"
 
 
 def write_on(model: Path) -> list[Written]:
-    """The words that the exported GPT writes after the beginnings of some lines of Python."""
+    """Return the exported GPT's continuations of the beginnings of some lines of Python."""
     from elastrata.inference.language_model import Sampling, continuation, load_language_model
 
     loaded, sampling = load_language_model(str(model)), Sampling(temperature=0)
@@ -129,8 +129,7 @@ def write_on(model: Path) -> list[Written]:
 
 
 def fill_masks(model: Path) -> list[Filled]:
-    """The words that the exported model puts in the place of a masked word of some lines of
-    Python."""
+    """Return the exported model's words for a masked word in some lines of Python."""
     from transformers import AutoTokenizer, pipeline
     from transformers.utils import logging
 
@@ -149,7 +148,7 @@ def fill_masks(model: Path) -> list[Filled]:
 
 
 def last_evaluation(run: Storage) -> dict[str, float]:
-    """The metrics of the run's last evaluation."""
+    """Return the metrics of the run's last evaluation."""
     from elastrata.run import history
 
     entries = [e for e in history.read(run.sub("history")) if e["kind"] == "evaluated"]

@@ -1,6 +1,6 @@
-"""The Ray session of a command: a cluster of its own on this machine, or the one that it joins.
+"""The Ray session of a command: a new cluster on this machine, or one that it joins.
 
-The processes of an own cluster end with the driver. Ray has Linux send SIGKILL to those that the
+The processes of a new cluster end with the driver. Ray has Linux send SIGKILL to processes that the
 driver has started (PR_SET_PDEATHSIG), and workers end within 3 s of their raylet. Only its two
 agents try for 60 s to report the raylet's death first. Run as a program, this module is the watcher
 that ends them.
@@ -28,16 +28,16 @@ from elastrata.driver.interrupt import undisturbed
 from elastrata_pipelines.errors import UserError
 
 NICENESS = "RAY_worker_niceness"
-"""The environment variable by which Ray's processes take the nice value of their workers."""
+"""The environment variable with the nice value of Ray's workers."""
 _SECONDS_TO_ANSWER = 5.0
 _SECONDS_BETWEEN_LOOKS = 1.0
 _REFUSALS = 3
-"""Connections that one of Ray's processes refuses in a row when it is dead."""
+"""Consecutive refused connections after which one of Ray's processes counts as dead."""
 _TRIES_TO_REMOVE = 5
 _NOISY_LOGGERS = ("ray", "ray.data", "ray.train", "ray.tune")
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 _EXPECTED_MESSAGES = ("worker processes have been started on node",)
-"""Spares cause these."""
+"""Messages that spares cause."""
 _MESSAGE_CHARACTERS = 160
 
 
@@ -45,17 +45,18 @@ _MESSAGE_CHARACTERS = 160
 def ray_session(
     address: str | None = None, *, num_cpus: int | None = None, log_to_driver: bool = False
 ) -> Iterator[None]:
-    """Run the block with Ray, and end what was started. An open session is used as it is.
+    """Run the block with Ray, and end the session if it was opened here.
+
+    An open session is used as it is.
 
     Args:
-        address: `auto` or the address of a cluster to join. Default: the one that
-            `ray job submit` names, else a new cluster on this machine, never one that happens to
-            run here.
+        address: `auto` or the address of a cluster to join. Default: the cluster that `ray job
+            submit` names, else a new one on this machine, never one that happens to run here.
         num_cpus: logical CPUs of a new cluster; default: those of the machine.
-        log_to_driver: whether to show what workers print.
+        log_to_driver: True to show the output of workers.
 
     Raises:
-        UserError: there is no cluster at the address.
+        UserError: no cluster answers at the address.
     """
     _quiet_settings()
     import ray
@@ -74,15 +75,15 @@ def ray_session(
 
 
 @contextmanager
-def _joined_cluster(wanted: str, log_to_driver: bool) -> Iterator[None]:
+def _joined_cluster(address: str, log_to_driver: bool) -> Iterator[None]:
     import ray
 
     try:
-        _check_answers(wanted)
-        ray.init(address=wanted, log_to_driver=log_to_driver, logging_level=logging.ERROR)
+        _check_answers(address)
+        ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR)
     except OSError as error:  # refused, timed out, no such host
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--address: {wanted}: no Ray cluster answers there ({reason})") from error
+        raise UserError(f"--address: {address}: no Ray cluster answers there ({reason})") from error
     _quiet_loggers()
     try:
         yield
@@ -93,7 +94,7 @@ def _joined_cluster(wanted: str, log_to_driver: bool) -> Iterator[None]:
 
 @contextmanager
 def _local_cluster(num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
-    """A cluster of one node. Its logs are kept only if the block fails unexpectedly."""
+    """Run a cluster of one node. Its logs are kept only if the block fails unexpectedly."""
     # Sockets are created below it, and their paths may have 107 characters at most.
     parent = "/tmp" if Path("/tmp").is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir=parent))
@@ -127,7 +128,7 @@ def _own_node(folder: Path, num_cpus: int | None, log_to_driver: bool) -> Iterat
         )
     _quiet_loggers()
     command = [sys.executable, "-P", "-m", __name__, str(os.getpid())]
-    # In a session of its own, Ctrl-C and the kill of a process group do not reach the watcher.
+    # In another session, Ctrl-C and the kill of a process group do not reach the watcher.
     watcher = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -148,7 +149,7 @@ def _own_node(folder: Path, num_cpus: int | None, log_to_driver: bool) -> Iterat
 
 
 def _remove(folder: Path) -> None:
-    """Delete the session's files; workers that are about to end may still add to their logs."""
+    """Delete the session's files; retry, as ending workers may still write logs."""
     for _ in range(_TRIES_TO_REMOVE):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -158,8 +159,8 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def _fair_priority() -> Iterator[None]:
-    """Let workers run at the priority of all other processes: at Ray's own, 15, reading data waits
-    for whatever else runs on the machine."""
+    """Let workers run at the priority of all other processes."""
+    # At Ray's default, 15, reading data waits for any other work on the machine.
     is_set = NICENESS in os.environ
     os.environ.setdefault(NICENESS, "0")
     try:
@@ -170,7 +171,7 @@ def _fair_priority() -> Iterator[None]:
 
 
 def _addresses() -> dict[str, tuple[str, int]]:
-    """Return where Ray's head process and its raylet listen."""
+    """Return the addresses of Ray's head process and its raylet."""
     import ray
 
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
@@ -182,13 +183,11 @@ def _addresses() -> dict[str, tuple[str, int]]:
 
 
 def _watch_ray(addresses: Mapping[str, tuple[str, int]], folder: Path, is_over: Event) -> None:
-    """End this command when the head process or the raylet of its own Ray is dead.
-
-    Ray would end the driver a minute later, by an abort with pages of logs, and would wait as long
-    in its own shutdown.
-    """
+    """End this command when the head process or the raylet of its local cluster is dead."""
     import ray
 
+    # Ray itself would end the driver a minute later, by an abort with pages of logs, and would wait
+    # that long in its own shutdown.
     refusals = dict.fromkeys(addresses, 0)
     while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
         for name, address in addresses.items():
@@ -199,10 +198,10 @@ def _watch_ray(addresses: Mapping[str, tuple[str, int]], folder: Path, is_over: 
 
 
 def _refuses(address: tuple[str, int]) -> bool:
-    """Return whether no process listens there. A process that is slow, or a network that is away,
-    gives no refusal."""
+    """Return True if no process listens at the address."""
     try:
         socket.create_connection(address, _SECONDS_TO_ANSWER).close()
+    # A slow process, or a network that is away, does not refuse.
     except ConnectionRefusedError:
         return True
     except OSError:
@@ -211,32 +210,35 @@ def _refuses(address: tuple[str, int]) -> bool:
 
 
 def _end_command(process: str, folder: Path) -> NoReturn:
-    """End this process as a SIGKILL would: every teardown would wait for the Ray that is gone."""
+    """End this process as a SIGKILL would."""
     sys.stderr.write(
         f"Ray has ended (its {process} is gone; logs: {folder / 'session_latest' / 'logs'}); "
         "the same command continues the run\n"
     )
     with suppress(OSError, RuntimeError):
         sys.stdout.flush()
+    # Every teardown would wait for the dead Ray.
     os._exit(1)
 
 
 def _check_answers(address: str) -> None:
-    """Raise at once if no process listens there: Ray itself would try for many minutes."""
+    """Raise OSError if no process listens at the address."""
+    # Ray would try for many minutes.
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host, int(port)), _SECONDS_TO_ANSWER).close()
 
 
 def _quiet_settings() -> None:
-    """Ray reads these when it is imported; what the user has set stays."""
+    """Set Ray's environment variables that the user has not set."""
+    # Ray reads them when it is imported.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 @contextmanager
 def _brief_messages() -> Iterator[None]:
-    """Print an error in the cluster as one line; Ray sends pages of logs to every driver."""
+    """Print each error in the cluster as one line."""
     from elastrata.cluster.ray_internals import replace_printer
 
     def briefly(data: Mapping[str, Any], ignore_prefix: bool) -> None:
@@ -248,6 +250,7 @@ def _brief_messages() -> Iterator[None]:
             line = message.partition("\n")[0]
             print(f"ray: {line[:_MESSAGE_CHARACTERS]}", file=sys.stderr, flush=True)
 
+    # Ray sends pages of logs to every driver.
     in_full = replace_printer(briefly)
     try:
         yield
@@ -261,12 +264,10 @@ def _quiet_loggers() -> None:
 
 
 def _end_agents(driver: int) -> None:
-    """Kill the agents of the driver's raylet when the driver has died.
-
-    The raylet never replaces an agent: it ends with it. So they are found once.
-    """
+    """Kill the agents of the driver's raylet when the driver has died."""
     agents: list[Path] = []
     while os.getppid() == driver:
+        # Found only once: a raylet never replaces an agent, but ends with it.
         if len(agents) < len(_AGENTS):
             below = (child for raylet in children(driver) for child in children(int(raylet.name)))
             agents = [process for process in below if title(process).startswith(_AGENTS)]

@@ -33,12 +33,12 @@ from elastrata.tracking.tracker import Tracker
 def catch_up(
     tracker: Tracker, entries: Iterable[Mapping[str, Any]], checkpoints: Sequence[Committed]
 ) -> None:
-    """Records what a driver that died did not: steps of the history, checkpoints on storage.
+    """Record the events that a dead driver missed: steps of the history, checkpoints on storage.
 
     Args:
-        tracker: of the run.
-        entries: its whole history.
-        checkpoints: all that there are, the oldest first.
+        tracker: tracker of the run.
+        entries: the run's whole history.
+        checkpoints: all checkpoints of the run, oldest first.
     """
     metrics = []
     for entry in entries:
@@ -53,23 +53,24 @@ def catch_up(
         tracker.record_checkpoint(checkpoint.uri, checkpoint.step, checkpoint.to_metrics())
 
 
-def _nothing(event: Event) -> None:
-    """Shows an event to nobody."""
+def _ignore(event: Event) -> None:
+    """No-op default for `show`."""
 
 
 class Observer:
-    """Passes events on to MLflow and to whoever shows progress, and remembers how the run stands.
-
-    Args:
-        tracker: of the run.
-        history: of the run, written by the driver.
-        failures: of this launch, counted here.
-        show: called with every event.
-        world_sizes: of the groups of workers before this launch.
-        step: the last one they did that counts.
-        substituted: what was used instead of what the recipe asks for, line by line.
+    """Records events in MLflow and the history, passes them on to `show`, and tracks the run's
+    state.
 
     Any thread may call it.
+
+    Args:
+        tracker: tracker of the run.
+        history: writer of the run's history.
+        failures: losses of this launch, counted here.
+        show: called with every event.
+        world_sizes: world sizes of the groups of workers before this launch.
+        step: the last of their steps that counts.
+        substituted: lines about substitutions that were already reported.
     """
 
     def __init__(
@@ -87,62 +88,65 @@ class Observer:
         self._show = show
         self._world_sizes = list(world_sizes)
         self._attempt = 0
-        self._seen: dict[tuple[type[Event], int | None], int] = {}
+        self._newest_by_kind: dict[tuple[type[Event], int | None], int] = {}
         self._step = step
-        self._heard = time.monotonic()
+        self._heard_at = time.monotonic()
         self._substituted = list(substituted)
         self._failures = failures
         self._lock = Lock()
         self.refused: tuple[str, ...] = ()
 
     def __call__(self, events: Sequence[Event]) -> None:
-        """Handles events in the order they happened."""
+        """Handle events in the order in which they happened."""
         with self._lock:
             self._handle(events)
 
     def _handle(self, events: Sequence[Event]) -> None:
-        steps, shown = [], []
+        rows, to_show = [], []
         for event in events:
             if not self._is_new(event):
                 continue
             if isinstance(event, StepRecord | Evaluated | Stalled):
-                steps.append({"step": event.step, **event.to_metrics()})
-            if self._note(event):
-                shown.append(event)
-        if steps:
-            self._tracker.log_steps(steps)
-        for event in shown:
+                rows.append({"step": event.step, **event.to_metrics()})
+            if self._record(event):
+                to_show.append(event)
+        if rows:
+            self._tracker.log_steps(rows)
+        for event in to_show:
             self._show_safely(event)
 
     def _is_new(self, event: Event) -> bool:
-        """Return False for an event of a step of this attempt that has come before: the channel
-        delivers at least once, and again what was on its way when it was replaced."""
+        """Return False for an event of this attempt that was already handled."""
         match event:
             case Started():
+                # The channel delivers at least once, and repeats undelivered events after a
+                # restart.
                 if event.attempt <= self._attempt:
                     return False
-                self._attempt, self._seen = event.attempt, {}
+                # Step numbers repeat after a restart.
+                self._attempt, self._newest_by_kind = event.attempt, {}
             case StepRecord() | Evaluated() | Stalled() | Paced() | Slowed():
                 kind = type(event), event.rank if isinstance(event, Slowed) else None
-                if event.step <= self._seen.get(kind, -1):
+                if event.step <= self._newest_by_kind.get(kind, -1):
                     return False
-                self._seen[kind] = event.step
+                self._newest_by_kind[kind] = event.step
         return True
 
     def _show_safely(self, event: Event) -> None:
-        """A terminal that is gone, as after `| head`, must not end the record."""
+        """Show an event; stop showing if that fails."""
         try:
             self._show(event)
+        # A closed terminal, as after `| head`, must not end the record.
         except (Exception, SystemExit):
-            self._show = _nothing
+            self._show = _ignore
 
-    def _note(self, event: Event) -> bool:
-        """Notes what is to stay of an event; returns whether the user has yet to hear of it."""
+    def _record(self, event: Event) -> bool:
+        """Record an event; return True if it has yet to be shown to the user."""
         match event:
             case StepRecord():
-                self._step, self._heard = event.step, time.monotonic()
+                self._step, self._heard_at = event.step, time.monotonic()
             case Started():
-                self._heard = time.monotonic()
+                self._heard_at = time.monotonic()
                 self._roll_back(event.step)
                 self._world_sizes.append(event.world_size)
                 self._tracker.tag({"world_sizes": ",".join(map(str, self._world_sizes))})
@@ -173,8 +177,9 @@ class Observer:
         return True
 
     def _roll_back(self, step: int) -> None:
-        """Notes which steps are done again, as far as the driver has heard of them: what rank 0 had
-        not yet written into the history died with it, and so did what it had not yet sent."""
+        """Record which steps are done again."""
+        # This counts only steps that the driver heard of: the ones that rank 0 had neither written
+        # into the history nor sent died with it.
         if self._step > step:
             undone = {"first": step + 1, "last": self._step}
             self._history.add("rolled_back", {"attempt": self._attempt, **undone})
@@ -182,7 +187,8 @@ class Observer:
         self._step = step
 
     def _substitute(self, line: str) -> bool:
-        """Notes a line that every group of workers says anew; returns whether it is the first."""
+        """Record a line about a substitution; return False if it was already recorded."""
+        # Every group of workers reports its substitutions anew.
         if line in self._substituted:
             return False
         self._substituted.append(line)
@@ -192,12 +198,13 @@ class Observer:
         return True
 
     def _lose(self, event: Lost) -> None:
-        """Notes that a group is lost; once, as one loss may be seen in several ways."""
+        """Record the loss of a group, once."""
+        # One loss may be reported in several ways.
         if self._failures.lose(self._attempt):
             fault = {
                 "text": event.text,
                 "ranks": list(event.ranks),
-                "seconds_unheard": round(time.monotonic() - self._heard, 3),
+                "seconds_unheard": round(time.monotonic() - self._heard_at, 3),
             }
             self._history.add("fault", {"attempt": self._attempt, **fault})
             self._history.flush()

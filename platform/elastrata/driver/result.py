@@ -1,4 +1,4 @@
-"""The result of a run: what `elastrata.train` returns, and what can be asked of it."""
+"""The result of a run, as `elastrata.train` returns it."""
 
 from __future__ import annotations
 
@@ -33,29 +33,30 @@ class TrainResult:
     """World size of every group of workers that took part, in order."""
     status: str
     target: TimeToTarget | None
-    """Whether the recipe's target was reached, and when; None where it has none."""
+    """Whether and when the recipe's target was reached; None without a target."""
 
     @property
     def history(self) -> pd.DataFrame:
-        """A row for every step that made the model what it is, by `step`: loss, lr, seconds and all
-        else that its record has, and `eval/...` where it was evaluated."""
+        """A data frame with a row for every step that counts, indexed by `step`: loss, lr, seconds
+        and all other values of its record, and `eval/...` if it was evaluated."""
         import pandas as pd
 
         entries = history.read(Storage(self.run_dir).sub("history"))
         steps = pd.DataFrame(history.effective_steps(entries)).set_index("step")
-        told = history.surviving_evaluations(entries)
+        evaluations = history.surviving_evaluations(entries)
         evaluated = pd.DataFrame(
             {k: v for k, v in entry.items() if k == "step" or k.startswith("eval/")}
-            for entry in told
+            for entry in evaluations
         )
         return (
+            # A step may have been evaluated again after a restart.
             steps.join(evaluated.drop_duplicates("step", keep="last").set_index("step"))
-            if told
+            if evaluations
             else steps
         )
 
     def plot(self) -> Figure:
-        """Training and held-out loss over the steps."""
+        """Plot training and held-out loss over the steps."""
         from elastrata.run.pictures import losses
         from elastrata.tracking.plots import loss_figure
 
@@ -71,17 +72,21 @@ class TrainResult:
         dtype: str = "fp32",
         shard_size: str = "5GB",
     ) -> Path:
-        """Writes the model for transformers' `from_pretrained`; see `elastrata export`.
+        """Write the model for transformers' `from_pretrained`; see `elastrata export`.
 
         Args:
             out: the folder to write; must be empty or missing.
             checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
-            weights: of the checkpoint: `trained`, `average`, or `mean:K`, that of the last K.
-            dtype: of the weights: fp32, bf16 or fp16.
-            shard_size: most bytes of a file of weights, such as 500MB.
+            weights: weights of the checkpoint: `trained`, `average`, or `mean:K`, the mean of the
+                last K.
+            dtype: data type of the weights: fp32, bf16 or fp16.
+            shard_size: largest size of a file of weights, such as 500MB.
+
+        Returns:
+            The folder.
 
         Raises:
-            UserError: there is no such checkpoint, or `out` is in use.
+            UserError: the checkpoint does not exist, or `out` is in use.
         """
         from elastrata.run.export import export_model
         from elastrata.workload.hf_folder import weight_form
@@ -94,21 +99,21 @@ class TrainResult:
     def evaluate(
         self, *, checkpoint: str = "newest", weights: str | None = None
     ) -> Mapping[str, float]:
-        """The held-out loss and metrics of a checkpoint, computed anew in this process.
+        """Compute the held-out loss and metrics of a checkpoint, in this process.
 
         Args:
             checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
-            weights: as in `export`; None: those that training evaluated.
+            weights: as in `export`; None for those that training evaluated.
 
         Raises:
-            UserError: there is no such checkpoint, or nothing is held out.
+            UserError: the checkpoint does not exist, or no data is held out.
         """
         from elastrata.inference.evaluation import evaluate_run
 
         return evaluate_run(self.run_dir, checkpoint, weights)
 
     def audit(self) -> Audit:
-        """Proof of what the run was trained on, step by step."""
+        """Prove step by step which samples the run was trained on."""
         from elastrata.run.audit import audit
 
         return audit(Storage(self.run_dir))
@@ -124,8 +129,8 @@ class TrainResult:
         return f"<table>{''.join(rows)}</table>"
 
     def _rows(self) -> dict[str, str]:
-        told: dict[str, Any] = {**asdict(self), "target": self.target or "none"}
+        values: dict[str, Any] = {**asdict(self), "target": self.target or "none"}
         return {
             name: f"{value:,}" if isinstance(value, int) else str(value)
-            for name, value in told.items()
+            for name, value in values.items()
         }

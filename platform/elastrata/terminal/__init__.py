@@ -1,1 +1,1 @@
-"""The views that people see while something long is going on."""
+"""Views of long-running work, for people."""

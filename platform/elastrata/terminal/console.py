@@ -1,4 +1,4 @@
-"""The console: text for people, one JSON object for programs, and a view that moves."""
+"""The console: text for people, one JSON object for programs, and a live view."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ STATE_STYLES = {
     "failed": "bold red",
     "silent": "bold red",
 }
-"""How the states of a run are shown."""
+"""Rich style of each state of a run."""
 
 
 def open_console(*, as_json: bool) -> Console:
-    """Where a command writes for people: standard output, or standard error beside `--json`.
+    """Return the console for a command's text: standard output, or standard error under `--json`.
 
-    In a file or a pipe a table is as wide as it must be: Rich would cut it at 80 columns. So it is
-    in a notebook, which gets plain text: it says that it is a terminal, and shows no colours.
+    In a file, a pipe or a notebook a table is as wide as its content.
     """
     console = Console(
         stderr=as_json,
@@ -40,31 +39,33 @@ def open_console(*, as_json: bool) -> Console:
         force_terminal=False if is_notebook() else None,
     )
     if not console.is_terminal:
+        # Rich would cut tables at 80 columns. A notebook claims to be a terminal, but shows no
+        # colours.
         console.width = max(console.width, _WIDER_THAN_ANY_TABLE)
     return console
 
 
 def escape_foreign_letters() -> None:
-    """Have standard output and errors escape what their encoding has no letter for."""
-    # A run's name may hold any letter, and a file's name bytes that are no text: shown, not fatal.
+    """Make standard output and error escape characters that their encoding lacks."""
+    # A run's name may have any character, and a file's name undecodable bytes: neither may fail.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def is_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Return True if this process is the kernel of a notebook."""
     return "ipykernel" in sys.modules
 
 
 def print_json_line(result: Mapping[str, Any]) -> None:
-    """The last line of standard output of a command with `--json`."""
+    """Write a command's result under `--json`, as the last line of standard output."""
     sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
 
 
 def print_error(*lines: str) -> None:
-    """Lines about a failure, as they are: no markup, no wrapping."""
+    """Write lines about a failure to standard error, without markup or wrapping."""
     sys.stderr.write("".join(f"{line}\n" for line in lines))
     sys.stderr.flush()
 
@@ -74,11 +75,10 @@ _NOTEBOOK_COLUMNS = 110
 
 
 class LiveView:
-    """Shows one view at a time, in the place of the one before; nothing where output is neither a
-    terminal nor a notebook.
+    """A view in a terminal or notebook that is updated in place; elsewhere it shows nothing.
 
     Args:
-        console: where to show it.
+        console: console to show it on.
     """
 
     def __init__(self, console: Console) -> None:
@@ -92,20 +92,20 @@ class LiveView:
 
     @property
     def is_live(self) -> bool:
-        """Whether anything is shown."""
+        """True if views are shown."""
         return self._live is not None or self.stays
 
     @property
     def stays(self) -> bool:
-        """Whether the last view is still there at the end."""
+        """True if the last view remains visible at the end."""
         return self._notebook is not None
 
     def update(self, view: RenderableType, html: str | None = None) -> None:
-        """Shows this in the place of what was shown.
+        """Replace the view.
 
         Args:
-            view: what to show.
-            html: the same for notebooks. Default: made of the view.
+            view: the new view.
+            html: the same for notebooks; default: derived from `view`.
         """
         if self._notebook is not None:
             self._notebook.update(_Html(_as_html(view) if html is None else html))
@@ -113,21 +113,21 @@ class LiveView:
             self._live.update(view)
 
     def start(self) -> None:
-        """Takes the end of the terminal."""
+        """Start the live display at the end of the terminal."""
         if self._live:
             self._live.start()
 
     def stop(self) -> None:
-        """Gives the terminal back, without what was shown. A notebook keeps it."""
+        """Remove the view from the terminal. A notebook keeps it."""
         if self._live:
             self._live.stop()
 
 
 class ShownLive:
-    """A block that shows a live view as long as it runs, and lines beside it.
+    """Context manager with a live view and lines above it.
 
     Args:
-        console: where to show it.
+        console: console to write to.
     """
 
     def __init__(self, console: Console) -> None:
@@ -146,7 +146,7 @@ class ShownLive:
 
 
 class _Html:
-    """HTML that a notebook shows as it is."""
+    """HTML for a notebook."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -156,12 +156,12 @@ class _Html:
 
     @override
     def __repr__(self) -> str:
-        """For what shows notebooks without HTML."""
+        """Return the text, for viewers that show notebooks without HTML."""
         return unescape(re.sub(r"<[^>]*>", "", self._text)).strip()
 
 
 def _notebook_display() -> Any:
-    """The handle of a fresh display where this is a notebook, else None."""
+    """Return the handle of a new display in a notebook; None elsewhere."""
     if not is_notebook():
         return None
     from IPython.display import display

@@ -1,4 +1,4 @@
-"""The progress of a run, and of work in stages: on a terminal it moves, elsewhere it is lines."""
+"""Progress of a run, and of work in stages: a live view on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 
 _SHOWN_SECONDS = 0.1
-"""Stages that took less are over when they are first heard of."""
+"""Shortest duration of a stage that is shown."""
 _UNITS = (("G", 10**9), ("M", 10**6), ("k", 10**3))
 
 
 class StageProgress(ShownLive):
-    """Shows how far a long work of several stages is; a context manager.
+    """Context manager that shows the progress of long work in several stages.
 
     Args:
-        console: where to show it.
+        console: console to write to.
     """
 
     def __init__(self, console: Console) -> None:
@@ -61,45 +61,46 @@ class StageProgress(ShownLive):
         )
         self._stage = ""
         self._task: TaskID | None = None
-        # when the stage before ended: the first report of a stage comes with its first result
-        self._begun = time.monotonic()
+        # End of the previous stage: the first report of a stage comes only with its first result.
+        self._started_at = time.monotonic()
         self._finished = True
 
     @override
     def __enter__(self) -> Self:
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
         return super().__enter__()
 
     @override
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
+        # The live display is transient: print its last state.
         if self._view.is_live and not self._view.stays:
             self._console.print(self._bars.get_renderable())
 
     def __call__(self, stage: str, done: int, total: int, unit: str) -> None:
-        """Takes how much of a stage is done; a new name begins a new stage."""
+        """Update the progress of a stage; a new name begins a new stage."""
         amount = f"{quantity(done)}/{counted(total, unit)}"
         if stage != self._stage:
-            self._begin(stage)
+            self._begin_stage(stage)
         if self._task is not None:
             self._bars.update(self._task, completed=done, total=total or None, amount=amount)
             self._view.update(self._bars.get_renderable())
         if done >= total and not self._finished:
             self._finished = True
             if self._task is None:
-                seconds = time.monotonic() - self._begun
+                seconds = time.monotonic() - self._started_at
                 took = f" in {seconds:.1f} s" if seconds >= _SHOWN_SECONDS else ""
                 self._write(f"{stage}: {counted(done, unit)}{took}")
-            self._begun = time.monotonic()
+            self._started_at = time.monotonic()
 
-    def _begin(self, stage: str) -> None:
+    def _begin_stage(self, stage: str) -> None:
         self._stage, self._finished = stage, False
         if self._view.is_live:
             self._task = self._bars.add_task(stage, amount="")
 
 
 def counted(amount: int, unit: str) -> str:
-    """An amount with its unit: `1 tokenizer`, `24.7 MB`."""
+    """Format an amount with its unit: `1 tokenizer`, `24.7 MB`."""
     if unit == "bytes":
         size, letter = next(((s, name) for name, s in _UNITS if amount >= s), (1, ""))
         return f"{amount / size:.3g} {letter}B"
@@ -107,7 +108,7 @@ def counted(amount: int, unit: str) -> str:
 
 
 def quantity(amount: float) -> str:
-    """A count in three digits: `1.25M`."""
+    """Format a count with three digits: `1.25M`."""
     for letter, size in _UNITS:
         if amount >= size:
             return f"{amount / size:.3g}{letter}"
@@ -116,11 +117,11 @@ def quantity(amount: float) -> str:
 
 _LINE_SECONDS = 5.0
 _MOST_SPEEDS = 8
-"""Speeds that are shown."""
+"""Most speeds that a line shows."""
 _VIEW_SECONDS = 0.25
 _ETA_STEPS = 50
 _WARN_STEPS = 5
-"""Steps of a group of workers after which the length of the run can be told."""
+"""Steps of a group of workers after which the length of the run is estimated."""
 _DAY = 86_400
 _LONG_SECONDS = 30 * _DAY
 _BAR_COLUMNS = 20
@@ -128,14 +129,14 @@ _TIERS = {"hot": "kept in memory", "durable": "on storage"}
 
 
 class Progress(ShownLive):
-    """Shows a run's events as long as its block runs: what happens as lines; the steps as one line
-    that moves on a terminal or in a notebook, elsewhere as a line every few seconds.
+    """Context manager that shows a run's events as lines, and its steps in a live view, or as a
+    line every few seconds if output is neither a terminal nor a notebook.
 
     Args:
-        steps: of the whole run.
-        console: where to show it.
-        begins: by number of a step a line about what begins with it.
-        indent: what every line begins with.
+        steps: steps of the whole run.
+        console: console to write to.
+        begins: line to show at a step, by its number.
+        indent: prefix of every line.
     """
 
     def __init__(
@@ -149,66 +150,69 @@ class Progress(ShownLive):
         self._steps = steps
         self._begins = begins or {}
         self._indent = indent
-        self._shown = 0.0
+        self._shown_at = 0.0
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
         self._step = self._workers = self._saved = 0
         self._last: StepRecord | None = None
         self._is_long = False
 
     def __call__(self, event: Event) -> None:
-        """Shows an event."""
+        """Show an event."""
         if isinstance(event, StepRecord):
-            self._take(event)
+            self._update(event)
             return
-        if line := _line(event, self._step):
+        if line := _describe(event, self._step):
             self._write(line)
         match event:
             case Started():
                 self._workers = event.world_size
+                # A group of another size has another pace.
                 self._recent.clear()
                 self._last = None
             case Committed():
                 self._saved = event.step
                 if self._last is not None:
-                    self._view.update(self._moving(self._last))
+                    self._view.update(self._live_line(self._last))
 
     @override
     def _write(self, line: str) -> None:
         super()._write(f"{self._indent}{line}")
 
-    def _take(self, record: StepRecord) -> None:
-        """Step records come too often to show each of them."""
+    def _update(self, record: StepRecord) -> None:
+        """Update the view from a step record, at most every `_VIEW_SECONDS` or `_LINE_SECONDS`."""
         self._recent.append(record.seconds)
         self._step, self._last = record.step, record
         if record.step in self._begins:
             self._write(self._begins[record.step])
         self._warn_of_length()
         now, interval = time.monotonic(), _VIEW_SECONDS if self._view.is_live else _LINE_SECONDS
-        if now - self._shown < interval and record.step not in (1, self._steps):
+        # Steps are more frequent than a reader can follow; the first and the last one are always
+        # shown.
+        if now - self._shown_at < interval and record.step not in (1, self._steps):
             return
-        self._shown = now
+        self._shown_at = now
         if self._view.is_live:
-            self._view.update(self._moving(record))
+            self._view.update(self._live_line(record))
         if not self._view.is_live or record.step == self._steps:
             self._write(self._step_line(record))
 
     def _warn_of_length(self) -> None:
-        """Says once that the run takes longer than anyone waits."""
-        if not self._is_long and len(self._recent) == _WARN_STEPS and self._left > _LONG_SECONDS:
+        """Warn once if the run would take more than 30 days."""
+        if not self._is_long and len(self._recent) == _WARN_STEPS and self._eta > _LONG_SECONDS:
             self._is_long = True
             self._write(
                 f"warning: {self._steps - self._step:,} steps are left, which take "
-                f"{self._left / _DAY:,.0f} days at this pace; fewer steps (epochs=3, say), more "
+                f"{self._eta / _DAY:,.0f} days at this pace; fewer steps (epochs=3, say), more "
                 "workers or a smaller model take less"
             )
 
     @property
-    def _left(self) -> float:
-        """Seconds to the last step, at the pace of the last few."""
+    def _eta(self) -> float:
+        """Seconds to the last step, at the pace of the last `_ETA_STEPS` steps."""
         return (self._steps - self._step) * sum(self._recent) / len(self._recent)
 
-    def _moving(self, record: StepRecord) -> Table:
-        """The line that moves."""
+    def _live_line(self, record: StepRecord) -> Table:
+        """Return the line of the live view."""
         grid = Table.grid(padding=(0, 2))
         saved = f"checkpoint {self._saved}" if self._saved else "no checkpoint yet"
         grid.add_row(
@@ -216,7 +220,7 @@ class Progress(ShownLive):
             ProgressBar(total=self._steps, completed=record.step, width=_BAR_COLUMNS),
             f"loss {record.loss:.4f}",
             f"{quantity(record.tokens_per_second)} tokens/s",
-            f"ETA {_duration(self._left)}",
+            f"ETA {_format_duration(self._eta)}",
             counted(self._workers, "workers"),
             saved,
         )
@@ -239,16 +243,16 @@ class Progress(ShownLive):
         if record.bubble is not None:
             memory = "/".join(f"{size / 2**30:.1f}" for size in record.memory_by_stage)
             parts += [f"bubble {record.bubble:.1%}", f"memory {memory} GiB"]
-        return "  ".join([*parts, f"ETA {_duration(self._left)}"])
+        return "  ".join([*parts, f"ETA {_format_duration(self._eta)}"])
 
 
 def _top_three(record: StepRecord) -> list[tuple[str, float]]:
-    """The losses of the sources that the step had most tokens of."""
+    """Return the losses of the three sources with most tokens in the step."""
     return list(record.losses_by_source.items())[:3]
 
 
 def phase_lines(recipe: Recipe) -> dict[int, str]:
-    """By the first step of each phase a line about it."""
+    """Return a line about each phase, by its first step."""
     first = accumulate((phase.num_steps for phase in recipe.phases), initial=1)
     return {
         step: f"phase {number} of {len(recipe.phases)}: {phase.name or phase.data.title}"
@@ -256,8 +260,8 @@ def phase_lines(recipe: Recipe) -> dict[int, str]:
     }
 
 
-def _line(event: Event, step: int) -> str | None:
-    """A line about an event; None where it is not worth one. `step`: the last one done before."""
+def _describe(event: Event, step: int) -> str | None:
+    """Return a line about an event, or None. `step` is the last step before it."""
     match event:
         case Started():
             workers = "worker" if event.world_size == 1 else "workers"
@@ -281,7 +285,7 @@ def _line(event: Event, step: int) -> str | None:
             is_each = event.gradient_sync != "step"
             synced = f", gradient_sync {event.gradient_sync}" if is_each else ""
             return (
-                f"from step {event.step} on: micro_batch_tokens {_tokens(event)}, "
+                f"from step {event.step} on: micro_batch_tokens {_format_tokens(event)}, "
                 f"activation_checkpointing {event.activation_checkpointing}{synced} ({event.text})"
             )
         case RanOut():
@@ -298,13 +302,14 @@ def _line(event: Event, step: int) -> str | None:
             return None
 
 
-def _tokens(event: Chosen) -> str:
-    """Of all kinds of workers."""
+def _format_tokens(event: Chosen) -> str:
+    """Format the tokens per micro-batch of all kinds of workers."""
     each = event.micro_batch_tokens_by_kind or {"": event.micro_batch_tokens}
     return ", ".join(f"{tokens:,} {kind}".strip() for kind, tokens in each.items())
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
+    """Format a duration: `2h05m`, `3m20s`, `7s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -1,4 +1,4 @@
-"""The progress of a sweep: a table that moves in a terminal or notebook, lines anywhere else."""
+"""Progress of a sweep: a table in a terminal or notebook, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from elastrata.sweeps.space import Domain
 from elastrata.terminal.console import ShownLive
 
 _ROWS_OF_OTHERS = 8
-"""Lines of a terminal that are not the table's."""
+"""Terminal rows that the table leaves free."""
 
 
 class SweepProgress(ShownLive):
-    """Shows standings, as long as its block runs.
+    """Context manager that shows the standings of a sweep.
 
     Args:
-        space: of the sweep.
-        console: where to write.
+        space: search space of the sweep.
+        console: console to write to.
     """
 
     def __init__(self, space: Mapping[str, Domain], console: Console) -> None:
         super().__init__(console)
         self._space = space
-        self._told: set[str] = set()
+        self._reported_trials: set[str] = set()
 
     def __call__(self, standings: Standings) -> None:
-        """Shows how it stands now."""
+        """Show the present standings."""
         if not self._view.is_live:
-            self._tell(standings)
+            self._write_ended_trials(standings)
             return
         most = max(3, self._console.height - _ROWS_OF_OTHERS)
         table = rich_table(standings, self._space, most)
         self._view.update(table, html_table(standings, self._space))
 
     def warn(self, line: str) -> None:
-        """Shows a line."""
+        """Show a line."""
         self._write(line)
 
-    def _tell(self, standings: Standings) -> None:
-        """A line for every trial when it is over."""
+    def _write_ended_trials(self, standings: Standings) -> None:
+        """Write a line for every trial that has ended since the last call."""
         best = standings.best()
         for trial in standings.trials.values():
-            if trial.is_over and trial.id not in self._told:
-                self._told.add(trial.id)
+            if trial.is_over and trial.id not in self._reported_trials:
+                self._reported_trials.add(trial.id)
                 value = f" {standings.metric} {trial.value(standings.metric):.4f}"
                 shown = value if trial.counts else f" {trial.text}"
                 mark = ", the best so far" if trial is best else ""
@@ -59,7 +59,7 @@ class SweepProgress(ShownLive):
 
 
 def rich_table(standings: Standings, space: Mapping[str, Domain], most: int) -> Table:
-    """The trials, at most so many of them, the best one marked."""
+    """Return a table of at most `most` trials, the best one marked."""
     table = Table(box=None, header_style="dim", pad_edge=False)
     for name in headings(standings, space):
         table.add_column(name, justify="right", no_wrap=True)
