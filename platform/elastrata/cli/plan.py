@@ -120,8 +120,8 @@ def plan(
 def _show_heading(console: Console, recipe: str, devices: str, cluster_plan: Plan) -> None:
     console.print(
         f"{recipe} on {devices}: {cluster_plan.model.parameters / 1e9:.4g} "
-        f"billion parameters, {cluster_plan.batch_size:,} samples of {cluster_plan.model.seq_len:,} tokens a "
-        f"step, {cluster_plan.steps:,} steps\n",
+        f"billion parameters, {cluster_plan.batch_size:,} samples of "
+        f"{cluster_plan.model.seq_len:,} tokens a step, {cluster_plan.steps:,} steps\n",
         markup=False,
     )
 

@@ -39,14 +39,14 @@ def train(
 ) -> None:
     """Train a recipe, or continue its run where it stopped."""
     arguments = [*([recipe] if recipe else []), *(overrides or [])]
-    chosen = _resumed(resume, arguments, name) if resume else _named(arguments, name)
+    chosen = _load_resumed(resume, arguments, name) if resume else _load_named(arguments, name)
     train_and_tell(chosen, address, json, go_on_from)
 
 
 def train_and_tell(
     chosen: Recipe, address: str | None, json: bool, go_on_from: str | None = None
 ) -> None:
-    """Trains a recipe and shows how it goes, and what came of it."""
+    """Train a recipe, and show its progress and its result."""
     from elastrata.api import run_name
     from elastrata.api import train as train_recipe
     from elastrata.recipe.data_sets import in_steps
@@ -73,16 +73,16 @@ def train_and_tell(
         print_json_line(asdict(result))
 
 
-def _named(arguments: list[str], name: str | None) -> Recipe:
+def _load_named(arguments: list[str], name: str | None) -> Recipe:
     from elastrata.recipe.file import load_recipe
 
     if not arguments:
         raise UserError("expected a recipe, such as bert/tiny, or --resume RUN")
-    renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
-    return load_recipe(arguments[0], [*arguments[1:], *renamed])
+    name_override = [f"name={json_text.dumps(name)}"] if name is not None else []
+    return load_recipe(arguments[0], [*arguments[1:], *name_override])
 
 
-def _resumed(run: str, arguments: list[str], name: str | None) -> Recipe:
+def _load_resumed(run: str, arguments: list[str], name: str | None) -> Recipe:
     from elastrata.run.claim import named_run
     from elastrata.run.folder import resumed_recipe
 
