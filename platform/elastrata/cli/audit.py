@@ -70,6 +70,7 @@ def audit(
         print_json_line(_json_result(audits, comparison))
     same = comparison is None or (comparison.equal and comparison.first_difference is None)
     if not (same and all(audited.partition_ok for audited in audits)):
+        # A run that is not proven is an answer, not an error; scripts see it by the exit code.
         raise typer.Exit(1)
 
 
@@ -95,6 +96,7 @@ def _show_audit(console: Console, audited: Audit, *, with_steps: bool) -> None:
     _show_attempts(console, audited.attempts)
     if with_steps:
         _show_steps(console, audited)
+    # One fault may give a line for every later step.
     for line in audited.problems[:_PROBLEM_LINES]:
         _print_verdict(console, "FAIL", line)
     if (more := len(audited.problems) - _PROBLEM_LINES) > 0:

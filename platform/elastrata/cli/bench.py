@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from elastrata.recipe.recipe import Recipe
 
 
+# Length of a phase in epochs or tokens: more than any measurement.
 _MANY_STEPS = 1_000_000
 
 bench = typer.Typer(name="bench", help="Measure the training step of a recipe.")

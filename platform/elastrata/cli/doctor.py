@@ -57,6 +57,7 @@ def doctor(
         if cluster is not None
         else examine(storage=storage, tracking=tracking, address=address)
     ):
+        # Findings are shown as they come, because some checks take seconds.
         _show_finding(console, finding)
         findings.append(finding)
     problems = sum(finding.status == "problem" for finding in findings)

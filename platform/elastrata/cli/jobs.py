@@ -62,6 +62,7 @@ def submit(
     console.print(f"job {job}: {status}", markup=False)
     if json:
         print_json_line({"job": job, "run_dir": folder, "status": status})
+    # A stopped job is no failure of this command.
     if status == "FAILED":
         raise typer.Exit(1)
 
@@ -133,6 +134,7 @@ def guard(
     if cloud is None and now is None and not on_sigterm:
         raise UserError("expected --cloud, --on-sigterm or --now: what to wait for")
     stop_event = Event()
+    # The default action of SIGTERM would end this process before the drain.
     signal.signal(signal.SIGTERM, lambda number, frame: stop_event.set())
     notice = None
     if now is not None:
@@ -149,10 +151,12 @@ def guard(
     is_waiting = now is not None
     if notice is None and on_sigterm:
         notice = Notice("SIGTERM", time.time() + on_sigterm)
+        # After SIGTERM the machine waits for this process before it stops.
         is_waiting = True
     if notice is None:
         return
     nodes = drain(notice, address=address, node_id=node, say=_log)
+    # The exit code lets a preStop hook or a service see that no node was drained.
     if not nodes:
         raise typer.Exit(1)
     if is_waiting:  # the machine is stopped once this process exits

@@ -68,6 +68,7 @@ def export(
         check_model_name(register)
     run = named_run(run).url
     check_free(out)
+    # The repository is created before the export, so that a refusal of the hub comes early.
     repository = HubRepository(push, public=public) if push is not None else None
     model = export_model(run, out, checkpoint=checkpoint, weights=weights, form=form)
     loader = model.recipe.workload.exported_as.loader
@@ -145,6 +146,7 @@ def evaluate(
     name = "harness" if weights == "trained" else f"harness/{weights.replace(':', '-')}"
     with model_folder(place, checkpoint=checkpoint, weights=weights) as folder:
         results = harness_tasks.evaluate(folder.path, options)
+        # An exported folder belongs to no run.
         recorded = folder.run is not None and _record_evaluation(place, folder.run, name, results)
     console = open_console(as_json=json)
     width = max((len(name) for name in results.metrics), default=0)

@@ -70,6 +70,7 @@ def numbers_of_workers(text: str) -> list[int]:
     Raises:
         UserError: a part is no number, or is too large.
     """
+    # 0 marks a part that is no number; it is refused below.
     numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if not all(1 <= number <= MOST_WORKERS for number in numbers):
         raise UserError(

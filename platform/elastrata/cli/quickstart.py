@@ -69,6 +69,7 @@ def quickstart(
         f"1/5  corpus: {corpus.files} files, {corpus.bytes / 1e6:.1f} MB of Python's own library"
     )
     recipe = quickstart_recipe(out, corpus, tuple(overrides or ()), model)
+    # One session for preparation and training, as starting Ray takes seconds.
     with ray_session():
         result = _prepare_and_train(console, recipe)
     run = Storage(result.run_dir)
@@ -138,6 +139,7 @@ def _export(result: TrainResult, out: Path) -> Path:
     """Export the model; the model of an earlier quickstart in the same folder is replaced."""
     from elastrata.run.export import export
 
+    # `export` refuses a folder that is not empty.
     shutil.rmtree(out, ignore_errors=True)
     return export(result.run_dir, out)
 

@@ -45,6 +45,7 @@ def rehearse(
         phase=phase,
         graphs=graphs,
     )
+    # A new process: fake CUDA devices must be loaded before torch.
     figures = rehearse_apart(request)
     show_rehearsal(console, figures)
     if json:
@@ -72,6 +73,7 @@ def show_rehearsal(console: Console, figures: Figures) -> None:
 
 
 def _show_rank(console: Console, rank: Figures, memory_bytes: float) -> None:
+    # A ratio far from 1 shows that the planner's formula misses or repeats operations.
     counted = rank["flops"] / rank["formula_flops"] if rank["formula_flops"] else 0.0
     console.print(
         f"\nrank {rank['rank']}: {rank['parameters'] / 1e9:.4g} billion parameters in its stages, "

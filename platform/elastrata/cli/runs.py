@@ -230,6 +230,7 @@ def fork(
     from elastrata_pipelines.storage import Storage
 
     plan = plan_fork(run, name, overrides or [])
+    # Storage is checked before anything is written, so that a failed fork leaves no run.
     check_storage(Storage(plan.fork.recipe.storage))
     show_changes(open_console(as_json=json), plan)
     begin_fork(plan.fork)

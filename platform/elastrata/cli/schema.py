@@ -48,6 +48,7 @@ def schema(
     elif json:
         print_json_line(schema_of_kind)
     else:
+        # The console would wrap long lines.
         typer.echo(text, nl=False)
 
 

@@ -92,6 +92,7 @@ def simulate(
         driver_lost_per_hour=driver_lost_per_hour,
     )
 
+    # A function, as every simulated interval replays the same events from the start.
     def events() -> Iterable[Event]:
         return trace_events or drawn_events(
             run_conditions.workers_max, rates, seconds=days * _DAY, seed=seed
@@ -146,6 +147,7 @@ def _conditions(
 def _prices(cluster: Cluster) -> Prices | None:
     from elastrata.simulation.simulate import Prices
 
+    # The cost on spot machines is compared with that on demand, so both prices are needed.
     if cluster.price is None or cluster.spot_price is None:
         return None
     return Prices(on_demand=cluster.price, spot=cluster.spot_price)

@@ -15,6 +15,7 @@ from elastrata_pipelines.errors import UserError
 if TYPE_CHECKING:
     from elastrata.sweeps.result import SweepResult
 
+# The exit code of an interrupted command, as in `main`.
 _INTERRUPTED = 130
 
 

@@ -55,6 +55,7 @@ def train_and_tell(
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)
+    # The display needs the number of steps, which the data decides for epochs or tokens.
     chosen = in_steps(chosen)
     console.print(f"run {run_name(chosen)}: starting Ray and the workers", markup=False)
     with Progress(chosen.steps_in_all, console, phase_lines(chosen)) as progress:
@@ -88,6 +89,7 @@ def _load_resumed(run: str, arguments: list[str], name: str | None) -> Recipe:
 
     if name is not None:
         raise UserError(f"--name: {name}: unexpected: --resume {run} goes on under its own name")
+    # The first positional argument is read as a recipe's name, which a resumed run already has.
     if arguments and "=" not in arguments[0]:
         raise UserError(
             f"{arguments[0]}: unexpected: --resume {run} goes on with the run's own recipe; "
