@@ -86,7 +86,7 @@ def status(
     run: RunName,
     json: Json = False,
 ) -> None:
-    """Show how a run stands, from its storage alone: progress, faults, and what they cost."""
+    """Show the state of a run, from its storage alone: progress, faults, and their cost."""
     from elastrata.run.claim import named_run
     from elastrata.run.status import status as look_at
 

@@ -538,7 +538,7 @@ class Watch(Callback):
     def on_trial_result(
         self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, result: Any, **info: Any
     ) -> None:
-        """Record a report, and conclude the trial if the scheduler has stopped it."""
+        """Record a report, and conclude the trial if it has ended."""
         # Tune keeps and copies the last result of every trial, which the steps would bloat.
         report: Report = result.pop(REPORT)
         sweep_trial = self._standings.trials[str(trial)]

@@ -94,7 +94,7 @@ class Trial:
         return sum(report.seconds for report in self.reports)
 
     def value(self, metric: str) -> float:
-        """Return the newest value of a metric, or NaN if there is none."""
+        """Return the newest value of a metric, or NaN without a report."""
         return self.last.value(metric) if self.last else math.nan
 
 

@@ -36,7 +36,7 @@ _UNCOMPARED_SECTIONS = ("name", "storage", "workers", "checkpoint", "tracking")
 # name may differ.
 MAY_CHANGE = {"name", "recipe", "trials", "concurrency", "max_seconds", "max_failures", "keep"}
 
-# Earlier versions recorded these keys, too; they do not change what a trial learns.
+# Earlier versions recorded these keys, too; they do not affect training.
 _PREPARATION = re.compile(r"(phases\.\d+\.)?data\.prepare(\.|$)")
 
 
@@ -76,7 +76,7 @@ def _sweep_values(config: SweepConfig) -> dict[str, Any]:
 
 
 def _base_values(base: Recipe) -> dict[str, Any]:
-    """Return the values of the base recipe that decide what a trial learns."""
+    """Return the values of the base recipe that affect the training of a trial."""
     return base.as_recorded().model_dump(mode="json", exclude=set(_UNCOMPARED_SECTIONS))
 
 
