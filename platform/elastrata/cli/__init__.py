@@ -1,1 +1,1 @@
-"""The commands, a file each. Heavy libraries are imported when a command runs."""
+"""The commands, one file each. A command imports heavy libraries only when it runs."""

@@ -1,4 +1,4 @@
-"""`elastrata audit`: the proof that a run saw every sample as it should; the samples of a step."""
+"""`elastrata audit`: the proof that a run saw every sample once per epoch; a step's samples."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def audit(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Prove that a run saw every sample once in each epoch, and the same ones as another run; or
+    """Prove that a run saw every sample once in each epoch, and the same samples as another run; or
     list the samples of one step."""
     if samples or step is not None or text:
         list_samples(run, step, text or [], is_asked=samples, other=other, json=json)
@@ -59,55 +59,60 @@ def audit(
 
     console = open_console(as_json=json)
     audits = [audit_run(named_run(url)) for url in (run, other) if url is not None]
-    compared = (
+    comparison = (
         compare(audits[0].steps, audits[1].steps, tolerance=tolerance) if len(audits) == 2 else None
     )
     for audited in audits:
-        _show(console, audited, with_steps=steps)
-    if compared:
-        _show_comparison(console, compared, tolerance)
+        _show_audit(console, audited, with_steps=steps)
+    if comparison:
+        _show_comparison(console, comparison, tolerance)
     if json:
-        print_json_line(_result(audits, compared))
-    same = compared is None or (compared.equal and compared.first_difference is None)
+        print_json_line(_json_result(audits, comparison))
+    same = comparison is None or (comparison.equal and comparison.first_difference is None)
     if not (same and all(audited.partition_ok for audited in audits)):
+        # A run that is not proven is an answer, not an error; scripts see it by the exit code.
         raise typer.Exit(1)
 
 
-def _result(audits: list[Audit], compared: Comparison | None) -> dict[str, Any]:
-    """The JSON of the command: that of the first run, and what the second one adds."""
+def _json_result(audits: list[Audit], comparison: Comparison | None) -> dict[str, Any]:
+    """Return the JSON values of the command: those of the first run, and the comparison with the
+    second."""
     first, *others = (audited.to_dict() for audited in audits)
-    difference = compared and compared.first_difference
+    difference = comparison and comparison.first_difference
     return {
         **first,
         "partition_ok": all(audited.partition_ok for audited in audits),
-        "equal": compared and compared.equal,
+        "equal": comparison and comparison.equal,
         "first_difference": difference and asdict(difference),
-        "max_relative_loss_difference": compared and compared.max_relative_loss_difference,
+        "max_relative_loss_difference": comparison and comparison.max_relative_loss_difference,
         "other": others[0] if others else None,
     }
 
 
-def _show(console: Console, audited: Audit, *, with_steps: bool) -> None:
+def _show_audit(console: Console, audited: Audit, *, with_steps: bool) -> None:
     console.print(f"run  {audited.run}", markup=False)
     if audited.parent:
         console.print(f"began with  {audited.parent}", markup=False)
     _show_attempts(console, audited.attempts)
     if with_steps:
         _show_steps(console, audited)
+    # One fault may give a line for every later step.
     for line in audited.problems[:_PROBLEM_LINES]:
-        _verdict(console, "FAIL", line)
+        _print_verdict(console, "FAIL", line)
     if (more := len(audited.problems) - _PROBLEM_LINES) > 0:
-        _verdict(console, "FAIL", f"and {more:,} more")
+        _print_verdict(console, "FAIL", f"and {more:,} more")
     if audited.data.state != "checked":
-        _verdict(console, "warn", f"the digests could not be checked: {audited.data.text}")
+        _print_verdict(console, "warn", f"the digests could not be checked: {audited.data.text}")
     if audited.inherited.state == "missing":
-        _verdict(console, "warn", f"steps of another run are not proven: {audited.inherited.text}")
-    for line in _proven(audited) if audited.partition_ok else ():
-        _verdict(console, "ok", line)
+        _print_verdict(
+            console, "warn", f"steps of another run are not proven: {audited.inherited.text}"
+        )
+    for line in _proof_lines(audited) if audited.partition_ok else ():
+        _print_verdict(console, "ok", line)
     console.print()
 
 
-def _proven(audited: Audit) -> list[str]:
+def _proof_lines(audited: Audit) -> list[str]:
     last, inherited = audited.steps[-1], audited.inherited
     lines = [f"{last['step']:,} steps, each once; {last['samples']:,} samples without a gap"]
     if inherited.state == "checked":
@@ -133,20 +138,21 @@ def _show_attempts(console: Console, attempts: tuple[Attempt, ...]) -> None:
             str(attempt.world_size),
             f"{attempt.first}-{attempt.last}" if attempt.steps else "none",
             attempt.state + (f", step {attempt.step}" if attempt.step else ""),
-            _rolled_back(attempt),
+            _format_rolled_back(attempt),
         )
     console.print(table)
 
 
-def _rolled_back(attempt: Attempt) -> str:
-    """Return how many steps were rolled back, as far as that is known."""
+def _format_rolled_back(attempt: Attempt) -> str:
+    """Return the number of steps that were rolled back, as far as it is known."""
     if attempt.at_least:
         return f"at least {attempt.rolled_back:,}"
     return f"{attempt.rolled_back:,}" if attempt.rolled_back else ""
 
 
 def _show_steps(console: Console, audited: Audit) -> None:
-    """Lines, not a table: there may be very many."""
+    """Print one line per step."""
+    # Lines instead of a table, which would hold all steps in memory to align its columns.
     form = "{:>10}  {:>7}  {:>7}  {:<16}  {}"
     console.print(form.format("step", "attempt", "workers", "digest", "loss"), style="bold")
     for step in audited.steps:
@@ -155,21 +161,23 @@ def _show_steps(console: Console, audited: Audit) -> None:
         console.print(form.format(*numbers, step["digest"], loss), markup=False)
 
 
-def _show_comparison(console: Console, compared: Comparison, tolerance: float) -> None:
-    if compared.equal:
-        _verdict(console, "ok", "equal: the same steps, with the same samples in each")
-    largest = f"{compared.max_relative_loss_difference:.2g}, relative"
-    difference = compared.first_difference
+def _show_comparison(console: Console, comparison: Comparison, tolerance: float) -> None:
+    if comparison.equal:
+        _print_verdict(console, "ok", "equal: the same steps, with the same samples in each")
+    largest = f"{comparison.max_relative_loss_difference:.2g}, relative"
+    difference = comparison.first_difference
     if difference:
         first, second = ("none" if value is None else value for value in difference.values)
         where = f"step {difference.step}: {difference.what}"
-        _verdict(console, "FAIL", f"the runs first differ at {where}: {first} and {second}")
-        _verdict(console, "warn", f"losses differ by at most {largest}")
+        _print_verdict(console, "FAIL", f"the runs first differ at {where}: {first} and {second}")
+        _print_verdict(console, "warn", f"losses differ by at most {largest}")
     else:
-        _verdict(console, "ok", f"losses differ by at most {largest} (tolerance {tolerance:g})")
+        _print_verdict(
+            console, "ok", f"losses differ by at most {largest} (tolerance {tolerance:g})"
+        )
 
 
-def _verdict(console: Console, sign: str, line: str) -> None:
+def _print_verdict(console: Console, sign: str, line: str) -> None:
     from rich.text import Text
 
     style = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}[sign]
@@ -185,40 +193,40 @@ def list_samples(
     other: str | None,
     json: bool,
 ) -> None:
-    """Prints the samples of a step.
+    """Print the samples of a step.
 
     Raises:
-        UserError: options that do not go together, or what `step_samples` has to say.
+        UserError: an option is missing or unexpected, or `step_samples` fails.
     """
     from elastrata.run.claim import named_run
     from elastrata.run.step_samples import step_samples
 
     if not is_asked or step is None:
-        given = "--samples" if is_asked else "--step" if step is not None else "--text"
-        missing = "--step K" if is_asked else "--samples"
-        raise UserError(f"{given}: expected with {missing}")
+        option = "--samples" if is_asked else "--step" if step is not None else "--text"
+        missing_option = "--step K" if is_asked else "--samples"
+        raise UserError(f"{option}: expected with {missing_option}")
     if other is not None:
         raise UserError(f"{other}: unexpected: --samples is about one run")
-    found = step_samples(named_run(run), step, _paths(text))
+    samples = step_samples(named_run(run), step, _paths_by_source(text))
     console = open_console(as_json=json)
-    for line in _lines(found):
+    for line in _sample_lines(samples):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if json:
-        print_json_line({"step": step, "samples": [sample.to_dict() for sample in found]})
+        print_json_line({"step": step, "samples": [sample.to_dict() for sample in samples]})
 
 
-def _paths(given: Iterable[str]) -> dict[str, list[str]]:
-    """The paths of the text, by source; those without a source are of all."""
+def _paths_by_source(arguments: Iterable[str]) -> dict[str, list[str]]:
+    """Return the paths of the text by source; paths without a source belong to all sources."""
     from elastrata.run.step_samples import ANY
 
     paths = dict[str, list[str]]()
-    for one in given:
-        name, equals, path = one.partition("=")
-        paths.setdefault(name if equals else ANY, []).append(path if equals else one)
+    for argument in arguments:
+        name, equals, path = argument.partition("=")
+        paths.setdefault(name if equals else ANY, []).append(path if equals else argument)
     return paths
 
 
-def _lines(samples: Sequence[StepSample]) -> Iterable[str]:
+def _sample_lines(samples: Sequence[StepSample]) -> Iterable[str]:
     data_set = None
     for sample in samples:
         if sample.data_set != data_set:

@@ -1,4 +1,4 @@
-"""`elastrata bench step`: how fast one device does the steps of a recipe."""
+"""`elastrata bench step`: the speed of a recipe's steps on one device."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from elastrata.recipe.recipe import Recipe
 
 
+# Length of a phase in epochs or tokens: more than any measurement.
 _MANY_STEPS = 1_000_000
 
 bench = typer.Typer(name="bench", help="Measure the training step of a recipe.")
@@ -46,42 +47,42 @@ def step(
 ) -> None:
     """Measure the training step on this process's device: rates, MFU, memory, time by phase.
 
-    Needs no Ray, and no data set but for --lengths data.
+    Needs no Ray, and a data set only for --lengths data.
     """
     from elastrata.bench.samples import bench_samples
     from elastrata.bench.step import measure_steps, versions
     from elastrata.recipe.file import load_recipe
 
     console = open_console(as_json=json)
-    chosen = _phase_alone(load_recipe(recipe, overrides or []), phase)
-    samples = bench_samples(chosen, lengths, steps=warm_up + steps)
+    loaded = _keep_phase(load_recipe(recipe, overrides or []), phase)
+    samples = bench_samples(loaded, lengths, steps=warm_up + steps)
     console.print(
-        f"{recipe}: {chosen.batch_size:,} samples a step, lengths: {samples.lengths}, of at most "
-        f"{samples.seq_len} tokens; {_settings_line(chosen)}; {steps} steps after {warm_up}\n",
+        f"{recipe}: {loaded.batch_size:,} samples a step, lengths: {samples.lengths}, of at most "
+        f"{samples.seq_len} tokens; {_settings_line(loaded)}; {steps} steps after {warm_up}\n",
         markup=False,
     )
-    figures = measure_steps(chosen, samples, warm_up=warm_up)
+    figures = measure_steps(loaded, samples, warm_up=warm_up)
     show_step(console, figures)
     if json:
         sizes = {"seq_len": samples.seq_len, "vocabulary": samples.vocabulary.size}
         counts = {"steps": steps, "warm_up": warm_up, "lengths": samples.lengths}
-        settings = {"recipe": recipe, **_settings(chosen), **counts, **sizes}
+        settings = {"recipe": recipe, **_settings(loaded), **counts, **sizes}
         print_json_line({**settings, **asdict(figures), "versions": versions()})
 
 
-def _phase_alone(recipe: Recipe, phase: int) -> Recipe:
-    """A recipe that has no other phases, and a number of steps: what is measured is a few of them,
-    however many the data would make."""
+def _keep_phase(recipe: Recipe, phase: int) -> Recipe:
+    """Return a recipe that consists of one phase and has a number of steps."""
     from elastrata.recipe.recipe import PhaseKeys
 
     part = part_of(recipe, phase)
     keys = {key: getattr(part, key) for key in PhaseKeys.model_fields}
+    # Only a few steps are measured, so the length that the data would give does not matter.
     length = {"steps": part.steps or _MANY_STEPS, "epochs": None, "tokens": None}
     return recipe.model_copy(update={**keys, **length, "phases": ()})
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """The keys of a recipe that decide how fast its step is, beside the model."""
+    """Return the keys of a recipe that decide the speed of its step, apart from the model."""
     return {
         "precision": recipe.precision,
         "compile": recipe.compile,
@@ -104,18 +105,18 @@ _PHASES = {
 
 
 def show_step(console: Console, figures: StepFigures) -> None:
-    """Prints how fast one device does a recipe's steps."""
+    """Print the speed of a recipe's steps on one device."""
     rows = {
-        "sequences/s": _three(figures.sequences_per_second, "{:,.4g}"),
-        "real tokens/s": _three(figures.tokens_per_second, "{:,.0f}"),
-        "positions/s": _three(figures.positions_per_second, "{:,.0f}"),
+        "sequences/s": _format_quartiles(figures.sequences_per_second, "{:,.4g}"),
+        "real tokens/s": _format_quartiles(figures.tokens_per_second, "{:,.0f}"),
+        "positions/s": _format_quartiles(figures.positions_per_second, "{:,.0f}"),
     }
     if figures.mfu and figures.peak_flops:
-        rows["MFU"] = _three(figures.mfu, "{:.1%}")
-    rows["seconds a step"] = _three(figures.seconds, "{:.4g}")
+        rows["MFU"] = _format_quartiles(figures.mfu, "{:.1%}")
+    rows["seconds a step"] = _format_quartiles(figures.seconds, "{:.4g}")
     for name, phase in figures.seconds_by_phase.items():
-        rows[f"  {_PHASES[name]}"] = _three(phase, "{:.4g}")
-    _table(console, ("", "median", "lower", "upper quartile"), rows)
+        rows[f"  {_PHASES[name]}"] = _format_quartiles(phase, "{:.4g}")
+    _print_table(console, ("", "median", "lower", "upper quartile"), rows)
     if figures.peak_flops:
         peak = f"{figures.peak_flops / 1e12:.0f} TFLOP/s of {figures.device}"
         console.print(f"\nMFU          of {peak}: {figures.mfu_convention}", markup=False)
@@ -132,18 +133,20 @@ def show_step(console: Console, figures: StepFigures) -> None:
         console.print(f"lacking      {line}", style="yellow", markup=False)
 
 
-def _three(quartiles: Quartiles, form: str) -> tuple[str, str, str]:
+def _format_quartiles(quartiles: Quartiles, form: str) -> tuple[str, str, str]:
     return form.format(quartiles.median), form.format(quartiles.lower), form.format(quartiles.upper)
 
 
-def _table(console: Console, headings: Iterable[str], rows: Mapping[str, tuple[str, ...]]) -> None:
-    """Columns of numbers beside their names."""
+def _print_table(
+    console: Console, headings: Iterable[str], rows: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Print rows of numbers with their names."""
     from rich.table import Table
 
-    first, *others = headings
+    first, *number_headings = headings
     table = Table(box=None, padding=(0, 2), header_style="bold")
     table.add_column(first, no_wrap=True)
-    for heading in others:
+    for heading in number_headings:
         table.add_column(heading, justify="right")
     for name, cells in rows.items():
         table.add_row(name, *cells)

@@ -1,4 +1,4 @@
-"""`elastrata doctor`: whether this machine, or a cluster that is to be, is ready."""
+"""`elastrata doctor`: whether this machine, or a planned cluster, is ready."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def doctor(
         if cluster is not None
         else examine(storage=storage, tracking=tracking, address=address)
     ):
-        _show(console, finding)
+        # Findings are shown as they come, because some checks take seconds.
+        _show_finding(console, finding)
         findings.append(finding)
     problems = sum(finding.status == "problem" for finding in findings)
     console.print("all is well" if not problems else f"{problems} to put right")
@@ -79,14 +80,14 @@ def _examine_cluster(cluster: str, recipe: str | None, overrides: list[str]) -> 
     from elastrata.recipe.file import load_recipe
 
     spec = read_cluster(cluster)
-    chosen = load_recipe(recipe, overrides) if recipe is not None else None
+    loaded = load_recipe(recipe, overrides) if recipe is not None else None
     yield from cluster_findings(spec)
     yield from niceness_findings(cluster, find_cluster_file(cluster).read_text(encoding="utf-8"))
-    if chosen is not None:
-        yield from fit_findings(chosen.workers, spec)
+    if loaded is not None:
+        yield from fit_findings(loaded.workers, spec)
 
 
-def _show(console: Console, finding: Finding) -> None:
+def _show_finding(console: Console, finding: Finding) -> None:
     from rich.text import Text
 
     sign, style = _SIGNS[finding.status]

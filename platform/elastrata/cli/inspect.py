@@ -102,6 +102,7 @@ def inspect(
     console = open_console(as_json=json)
     storage = Storage(subject.url)
     model = _show_model(console, data, subject.model) if _is_recipe(data) else {}
+    # Without its data set only the model of a recipe can be shown.
     if model and not model["prepared"]:
         console.print(f"{storage.uri()}: no data set here yet: elastrata prepare {data}")
         if json:
@@ -144,6 +145,7 @@ def _show_model(console: Console, name: str, recipe: Recipe | None) -> dict[str,
 def _check_plot(plot: Path | None, numbers: Sequence[int]) -> None:
     if plot and plot.suffix != ".png":
         raise UserError(f"--plot: {plot}: expected the name of a .png file")
+    # The plot is a curve over numbers of workers.
     if plot and len(numbers) == 1:
         raise UserError("--plot: expected several numbers of workers, such as --workers 1,8,64")
 
@@ -204,6 +206,7 @@ def _read_subject(
 def _is_recipe(name: str) -> bool:
     from elastrata.recipe.yaml_reader import available_recipes
 
+    # A recipe file that does not exist is reported as such, not as a data set.
     if name.endswith((".yaml", ".yml")):
         return True
     # A folder that has the name of a recipe is a data set.
@@ -219,7 +222,9 @@ def _inspect(
     return inspect_data(
         storage,
         workers=workers,
+        # A small data set may not fill the default batch.
         batch_size=subject.batch_size or min(SAMPLES_OF_A_WORKER * workers, manifest.samples),
+        # A micro-batch must hold at least one sample of full length.
         tokens_per_micro_batch=subject.tokens_per_micro_batch or max(8192, manifest.seq_len),
         work=_work_model(subject.model, manifest),
         ranks_per_node=ranks_per_node,
@@ -382,6 +387,7 @@ def show_excerpts(console: Console, excerpts: Sequence[Excerpt]) -> None:
 
 def _escape_controls(text: str) -> str:
     """Return a text as one line, with control characters escaped for the terminal."""
+    # Texts of a data set may contain escape sequences.
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 

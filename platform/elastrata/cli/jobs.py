@@ -32,25 +32,26 @@ def submit(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Train a recipe on a Ray cluster, as a job; the same run's name continues the run."""
+    """Train a recipe on a Ray cluster, as a job. The same name continues the same run."""
     from elastrata.api import run_name
     from elastrata.deploy import jobs
     from elastrata.recipe.file import load_recipe
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)
-    renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
-    chosen = load_recipe(recipe, [*(overrides or []), *renamed])
-    run = run_name(chosen)
+    name_override = [f"name={json_text.dumps(name)}"] if name is not None else []
+    loaded = load_recipe(recipe, [*(overrides or []), *name_override])
+    run = run_name(loaded)
     with jobs.job_server(cluster) as server:
-        job = jobs.submit(server, chosen, name=run, tries=tries, installed=installed)
-        folder = Storage(chosen.storage).uri(run)
+        job = jobs.submit(server, loaded, name=run, tries=tries, installed=installed)
+        folder = Storage(loaded.storage).uri(run)
         lines = [
             f"job {job} trains the run {run}",
             f"  status   elastrata status {folder}",
             f"  stop     elastrata stop {run} --cluster {cluster}",
         ]
         console.print("\n".join(lines), markup=False)
+        # With --json the last line of standard output is the JSON object.
         out = sys.stderr if json else sys.stdout
 
         def show(text: str) -> None:
@@ -61,6 +62,7 @@ def submit(
     console.print(f"job {job}: {status}", markup=False)
     if json:
         print_json_line({"job": job, "run_dir": folder, "status": status})
+    # A stopped job is no failure of this command.
     if status == "FAILED":
         raise typer.Exit(1)
 
@@ -77,11 +79,11 @@ def stop(
 
     console = open_console(as_json=json)
     with jobs.job_server(cluster) as server:
-        ended = jobs.stop(server, run)
-    for job, status in ended.items():
+        statuses = jobs.stop(server, run)
+    for job, status in statuses.items():
         console.print(f"job {job}: {status}", markup=False)
     if json:
-        print_json_line({"jobs": ended})
+        print_json_line({"jobs": statuses})
 
 
 def guard(
@@ -131,34 +133,37 @@ def guard(
         raise UserError(f"--cloud: {cloud}: {expected}{nearest(cloud, CLOUDS)}")
     if cloud is None and now is None and not on_sigterm:
         raise UserError("expected --cloud, --on-sigterm or --now: what to wait for")
-    ended = Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
+    stop_event = Event()
+    # The default action of SIGTERM would end this process before the drain.
+    signal.signal(signal.SIGTERM, lambda number, frame: stop_event.set())
     notice = None
     if now is not None:
         notice = Notice("this machine is to be stopped", time.time() + now)
     elif cloud is not None:
         ask, url = CLOUDS[cloud]
-        _say(f"waiting for notices of {cloud}")
+        _log(f"waiting for notices of {cloud}")
         notice = wait_for_notice(
-            ask((metadata or url).rstrip("/")), ended, seconds_between=every, say=_say
+            ask((metadata or url).rstrip("/")), stop_event, seconds_between=every, say=_log
         )
     else:
-        _say("waiting for SIGTERM")
-        ended.wait()
+        _log("waiting for SIGTERM")
+        stop_event.wait()
     is_waiting = now is not None
     if notice is None and on_sigterm:
         notice = Notice("SIGTERM", time.time() + on_sigterm)
+        # After SIGTERM the machine waits for this process before it stops.
         is_waiting = True
     if notice is None:
         return
-    nodes = drain(notice, address=address, node_id=node, say=_say)
+    nodes = drain(notice, address=address, node_id=node, say=_log)
+    # The exit code lets a preStop hook or a service see that no node was drained.
     if not nodes:
         raise typer.Exit(1)
-    if is_waiting:  # whoever stops this machine waits for this process
+    if is_waiting:  # the machine is stopped once this process exits
         is_gone = wait_until_gone(nodes, notice.time)
-        _say("the node has gone" if is_gone else "the time is over, and the node is still there")
+        _log("the node has gone" if is_gone else "the time is over, and the node is still there")
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     sys.stderr.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {line}\n")
     sys.stderr.flush()

@@ -36,6 +36,7 @@ from elastrata.workload.installed import expand_segments
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, without_secrets
 
+# 130 is 128 + SIGINT, as shells report it.
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _KEY = re.compile(r"(?:--)?[\w.-]+")
 
@@ -79,6 +80,7 @@ app = typer.Typer(
     cls=_Commands,
     help="Elastic pre-training of transformer language models on Ray.",
     add_completion=False,
+    # `outcome` prints errors in one line each.
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -110,12 +112,14 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command and return its exit code: 0, 1 (failed), 2 (bad input), 130 (interrupted)."""
     for number in SIGNALS:
+        # Commands handle SIGTERM, too, as an interrupt, so that they save and clean up.
         signal.signal(number, _interrupt)
     # --traceback is accepted in any position, before or after the command.
     command_arguments = [argument for argument in arguments if argument != "--traceback"]
 
     def command() -> object:
         _refuse_secrets(command_arguments)
+        # In standalone mode Typer would print errors and exit itself.
         return app(command_arguments or ["--help"], prog_name="elastrata", standalone_mode=False)
 
     return outcome(
@@ -149,6 +153,7 @@ def outcome(command: Callable[[], object], *, as_json: bool, with_traceback: boo
             sys.stderr.write(hide_secrets(traceback.format_exc()))
     else:
         return code if isinstance(code, int) else 0
+    # Messages of libraries may contain URLs with passwords.
     lines = [*map(hide_secrets, failure[1])]
     print_error(*lines)
     if as_json:
@@ -166,6 +171,7 @@ def _refuse_secrets(arguments: Sequence[str]) -> None:
     for previous, argument in zip(("", *arguments), arguments, strict=False):
         key, equals, value = argument.partition("=")
         if not equals or not _KEY.fullmatch(key):
+            # The value of an option follows it as a separate argument.
             key, value = previous if previous.startswith("--") else "", argument
         value = value.strip("'\"")
         # Prompts are not recorded, so they may hold any URL except one with a password.
@@ -183,11 +189,13 @@ def _format_usage(error: typer.TyperException) -> str:
 
 def _summarize_error(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A first line that ends with a colon announces the next one.
     text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
     return f"{type(error).__name__}: {text or 'no message'} (--traceback shows all)"
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    # A signal during the teardown means that the user will not wait for it.
     if is_ending():
         _exit_now(INTERRUPTED)
     raise KeyboardInterrupt
@@ -198,4 +206,5 @@ def _exit_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, RuntimeError):  # a closed pipe; a write that is interrupted
             stream.flush()
+    # sys.exit would run the exit handlers, which a second interrupt is meant to skip.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""`elastrata export`, `evaluate` and `generate`: what a trained model is used for."""
+"""`elastrata export`, `evaluate` and `generate`: uses of a trained model."""
 
 from __future__ import annotations
 
@@ -62,15 +62,17 @@ def export(
     from elastrata.tracking.tracker import check_model_name
     from elastrata.workload.hf_folder import weight_form
 
+    # All options are checked before the export, which may take minutes.
     form = weight_form(dtype, shard_size)
     if register is not None:
         check_model_name(register)
     run = named_run(run).url
     check_free(out)
+    # The repository is created before the export, so that a refusal of the hub comes early.
     repository = HubRepository(push, public=public) if push is not None else None
     model = export_model(run, out, checkpoint=checkpoint, weights=weights, form=form)
     loader = model.recipe.workload.exported_as.loader
-    registered = None if register is None else _register(run, model, register, checkpoint)
+    registered = None if register is None else _register_model(run, model, register, checkpoint)
     pushed = repository.push(model.path, f"Step {model.step:,}") if repository else None
     console = open_console(as_json=json)
     lines = [
@@ -81,11 +83,11 @@ def export(
     ]
     console.print("\n".join(lines), markup=False)
     if json:
-        found = {"path": str(model.path), "loader": loader, "registered": registered}
-        print_json_line({**found, "dtype": model.dtype, "pushed": pushed})
+        result = {"path": str(model.path), "loader": loader, "registered": registered}
+        print_json_line({**result, "dtype": model.dtype, "pushed": pushed})
 
 
-def _register(run: str, model: ExportedModel, name: str, checkpoint: str) -> str:
+def _register_model(run: str, model: ExportedModel, name: str, checkpoint: str) -> str:
     from elastrata.run.export import loadable
     from elastrata.tracking.tracker import register_export
     from elastrata_pipelines.storage import Storage
@@ -129,6 +131,7 @@ def evaluate(
     """Give a run's or an exported model tasks of the Language Model Evaluation Harness."""
     from elastrata.inference.evaluation import check_harness
 
+    # Checked before the other imports, so that a missing harness is reported immediately.
     check_harness()
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
@@ -138,11 +141,12 @@ def evaluate(
     from elastrata.run.claim import place_of_model
 
     place = place_of_model(model)
-    chosen = Tasks(names, include)
+    harness_tasks = Tasks(names, include)
     options = TaskOptions(shots=shots, limit=limit, batch_size=batch_size)
     name = "harness" if weights == "trained" else f"harness/{weights.replace(':', '-')}"
     with model_folder(place, checkpoint=checkpoint, weights=weights) as folder:
-        results = chosen.evaluate(folder.path, options)
+        results = harness_tasks.evaluate(folder.path, options)
+        # An exported folder belongs to no run.
         recorded = folder.run is not None and _record_evaluation(place, folder.run, name, results)
     console = open_console(as_json=json)
     width = max((len(name) for name in results.metrics), default=0)
@@ -164,7 +168,8 @@ def evaluate(
 
 
 def _record_evaluation(place: str, model: ExportedModel, name: str, results: TaskResults) -> bool:
-    """Adds results to the record of the run in that place, under a name; whether there is one."""
+    """Add results to the record of the run in `place` under a name; return whether it has a
+    record."""
     from elastrata.tracking.tracker import record_evaluation
     from elastrata_pipelines.storage import Storage
 
@@ -200,10 +205,11 @@ def generate(
     ] = "newest",
     json: Json = False,
 ) -> None:
-    """Continue a text with a run's or an exported model, or tell its perplexity of a file."""
+    """Continue a text with a run's or an exported model, or show its perplexity on a file."""
     if prompt is None and file is None:
         raise UserError("expected --prompt TEXT to continue, or --file PATH for the perplexity")
-    text = _read(file)
+    # The file is read before the heavy imports, so that a wrong path fails immediately.
+    text = _read_text(file)
     from elastrata.inference.language_model import (
         Sampling,
         continuation,
@@ -214,16 +220,16 @@ def generate(
 
     console = open_console(as_json=json)
     loaded = load_language_model(place_of_model(model), checkpoint=checkpoint)
-    continued = measured = None
+    generated = text_perplexity = None
     if prompt is not None:
         sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
-        continued = continuation(loaded, prompt, tokens=tokens, sampling=sampling)
-        console.print(prompt + continued.text, markup=False)
+        generated = continuation(loaded, prompt, tokens=tokens, sampling=sampling)
+        console.print(prompt + generated.text, markup=False)
     if text is not None:
-        measured = perplexity(loaded, text)
+        text_perplexity = perplexity(loaded, text)
         console.print(
-            f"perplexity {measured.perplexity:.2f}, loss {measured.loss:.4f} over "
-            f"{measured.tokens:,} tokens of {file}",
+            f"perplexity {text_perplexity.perplexity:.2f}, loss {text_perplexity.loss:.4f} over "
+            f"{text_perplexity.tokens:,} tokens of {file}",
             markup=False,
         )
     if json:
@@ -231,13 +237,13 @@ def generate(
             {
                 "model": model,
                 "prompt": prompt,
-                "continuation": asdict(continued) if continued else None,
-                "perplexity": asdict(measured) if measured else None,
+                "continuation": asdict(generated) if generated else None,
+                "perplexity": asdict(text_perplexity) if text_perplexity else None,
             }
         )
 
 
-def _read(file: Path | None) -> str | None:
+def _read_text(file: Path | None) -> str | None:
     try:
         return None if file is None else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -52,10 +52,10 @@ Workers = Annotated[
 
 
 def local_path(param: typer.CallbackParam, value: Path | None) -> Path | None:
-    """Refuse a URL for an option that names a file or folder of this machine.
+    """Refuse a URL for an option that names a local file or folder.
 
     Raises:
-        UserError: it is one.
+        UserError: the value is a URL.
     """
     from elastrata.run.claim import check_local
 
@@ -65,11 +65,12 @@ def local_path(param: typer.CallbackParam, value: Path | None) -> Path | None:
 
 
 def numbers_of_workers(text: str) -> list[int]:
-    """The numbers in a `Workers` option, each once.
+    """Return the numbers in a `Workers` option, without repetitions.
 
     Raises:
-        UserError: one of them is none, or too large.
+        UserError: a part is no number, or is too large.
     """
+    # 0 marks a part that is no number; it is refused below.
     numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if not all(1 <= number <= MOST_WORKERS for number in numbers):
         raise UserError(
@@ -79,7 +80,7 @@ def numbers_of_workers(text: str) -> list[int]:
 
 
 def part_of(recipe: Recipe, phase: int) -> PhaseKeys:
-    """The phase that a `Phase` option names.
+    """Return the phase that a `Phase` option selects.
 
     Raises:
         UserError: the recipe has no such phase.

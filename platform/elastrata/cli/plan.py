@@ -71,6 +71,7 @@ def plan(
     if write is not None and write.exists():
         raise UserError(f"--write: {write}: there is such a file; expected a new one")
     cluster_plan = make_plan(loaded, part_of(loaded, phase), target)
+    # Each is the best of the layouts that divide the model among devices alike.
     families = cluster_plan.result.families[:best]
     _show_heading(console, recipe, f"{target.devices}x{target.device.name}", cluster_plan)
     show_plan(console, cluster_plan, families)
@@ -120,8 +121,8 @@ def plan(
 def _show_heading(console: Console, recipe: str, devices: str, cluster_plan: Plan) -> None:
     console.print(
         f"{recipe} on {devices}: {cluster_plan.model.parameters / 1e9:.4g} "
-        f"billion parameters, {cluster_plan.batch_size:,} samples of {cluster_plan.model.seq_len:,} tokens a "
-        f"step, {cluster_plan.steps:,} steps\n",
+        f"billion parameters, {cluster_plan.batch_size:,} samples of "
+        f"{cluster_plan.model.seq_len:,} tokens a step, {cluster_plan.steps:,} steps\n",
         markup=False,
     )
 
@@ -177,6 +178,7 @@ def _rehearse_layout(
         phase=phase,
         graphs=False,
     )
+    # A new process: fake CUDA devices must be loaded before torch.
     return rehearse_apart(request)
 
 
@@ -214,6 +216,7 @@ def _write_recipe(
         dotted, _, raw = override.partition("=")
         _set_value(values, dotted, parse_yaml(raw, dotted, count_lines=False))
     for dotted, value in keys.items():
+        # The layout takes precedence over the command line's changes.
         _set_value(values, dotted, value)
     # `extends` is relative to the file that contains it.
     base_recipe = os.path.relpath(recipe, path.parent) if Path(recipe).is_file() else recipe

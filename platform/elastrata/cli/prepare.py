@@ -125,6 +125,7 @@ def _shared_session(address: str | None) -> Iterator[Callable[[], AbstractContex
 
         def session() -> AbstractContextManager[None]:
             contexts.enter_context(ray_session(address))
+            # Its end must not close Ray, which the next data set needs.
             return nullcontext()
 
         yield session
@@ -157,6 +158,7 @@ def _given(
     """Return the values of the options, by dotted key of `data.prepare`."""
     values: dict[str, Any] = {}
     if tokenizer is not None:
+        # Any other name is a folder or a repository of a trained tokenizer.
         values["tokenizer.train" if tokenizer in _TRAINABLE else "tokenizer.load"] = tokenizer
     for key, value in (
         ("tokenizer.vocab_size", vocab_size),
@@ -214,6 +216,7 @@ def _from_recipe(
         plans = preparations(recipe)
     except UserError as error:
         raise UserError(*(f"{arguments[0]}: {line}" for line in error.problems)) from None
+    # One folder cannot hold several data sets.
     if out and len(plans) > 1:
         raise UserError(f"--out: {out}: unexpected: the recipe has {len(plans)} data sets")
     if out:
@@ -227,6 +230,7 @@ def _num_phases(arguments: list[str]) -> int:
     from elastrata.recipe.recipe import Recipe
     from elastrata.recipe.yaml_reader import read_recipe_text
 
+    # The recipe cannot be validated yet, so only its text is read.
     text = read_recipe_text(arguments[0], arguments[1:], model=Recipe)
     phases = text.values.get("phases")
     return len(phases) if isinstance(phases, list) else 0
@@ -247,6 +251,7 @@ def _json_result(manifest: Manifest, target: str, seconds: float) -> dict[str, A
     from elastrata_pipelines.inspection import source_accounts
     from elastrata_pipelines.storage import Storage
 
+    # The absolute path works from any folder.
     is_local = "://" not in target
     return {
         "path": str(Path(target).resolve()) if is_local else target,

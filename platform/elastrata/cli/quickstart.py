@@ -1,4 +1,4 @@
-"""`elastrata quickstart`: the main job, end to end, on text that every machine has."""
+"""`elastrata quickstart`: text to model, end to end, on text that every machine has."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from elastrata.recipe.recipe import Recipe
 
 
+# The commands to continue with, by workload.
 _NEXT = {
     "bert": "elastrata prepare --text YOUR_TEXT --out data/mine\n"
     "            elastrata train bert/tiny data.path=data/mine --name first",
@@ -30,7 +31,6 @@ _NEXT = {
     "--seq-len 256 --out data/mine-gpt\n"
     "            elastrata train gpt/quick data.path=data/mine-gpt --name first-gpt",
 }
-"""The commands to go on with, by workload."""
 
 
 def quickstart(
@@ -62,45 +62,53 @@ def quickstart(
     started = time.monotonic()
     console = open_console(as_json=json)
     check_parent(Storage(str(out)), key="--out")
-    out = out.resolve()  # the run can then be exported from any folder
+    # With absolute paths in it, the run can be exported from any folder.
+    out = out.resolve()
     corpus = collect_corpus(out / "corpus")
     console.print(
         f"1/5  corpus: {corpus.files} files, {corpus.bytes / 1e6:.1f} MB of Python's own library"
     )
     recipe = quickstart_recipe(out, corpus, tuple(overrides or ()), model)
+    # One session for preparation and training, as starting Ray takes seconds.
     with ray_session():
         result = _prepare_and_train(console, recipe)
     run = Storage(result.run_dir)
     evaluation = last_evaluation(run)
     console.print("4/5  export: the model as a folder for transformers")
     exported = _export(result, out / folder_of("model", model))
-    shown = _write(console, exported) if model == "gpt" else _fill(console, exported)
-    _summarize(console, recipe, result, evaluation, exported, time.monotonic() - started)
+    samples = (
+        _show_continuations(console, exported)
+        if model == "gpt"
+        else _show_filled_masks(console, exported)
+    )
+    _print_summary(console, recipe, result, evaluation, exported, time.monotonic() - started)
     if json:
-        print_json_line(_result(result, evaluation, exported, shown))
+        print_json_line(_json_result(result, evaluation, exported, samples))
 
 
-def _fill(console: Console, model: Path) -> dict[str, Any]:
+def _show_filled_masks(console: Console, model: Path) -> dict[str, Any]:
     from elastrata.driver.quickstart import fill_masks
 
     console.print("5/5  fill: what it would put in the place of masked words")
-    filled = fill_masks(model)
-    for guess in filled:
+    guesses = fill_masks(model)
+    for guess in guesses:
         console.print(f"     {guess.line:<32} {', '.join(guess.words)}", markup=False)
-    return {"filled": [asdict(guess) for guess in filled]}
+    return {"filled": [asdict(guess) for guess in guesses]}
 
 
-def _write(console: Console, model: Path) -> dict[str, Any]:
+def _show_continuations(console: Console, model: Path) -> dict[str, Any]:
     from elastrata.driver.quickstart import write_on
 
     console.print("5/5  write: what it would put after the beginning of a line")
-    written = write_on(model)
-    for name in written:
-        console.print(f"     {name.prompt}[{_one_line(name.text)}]", markup=False)
-    return {"written": [asdict(name) for name in written]}
+    continuations = write_on(model)
+    for continuation in continuations:
+        console.print(
+            f"     {continuation.prompt}[{_escape_newlines(continuation.text)}]", markup=False
+        )
+    return {"written": [asdict(continuation) for continuation in continuations]}
 
 
-def _one_line(text: str) -> str:
+def _escape_newlines(text: str) -> str:
     return text.replace("\n", "\\n")
 
 
@@ -128,26 +136,27 @@ def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
 
 
 def _export(result: TrainResult, out: Path) -> Path:
-    """Exports anew: the model of an earlier quickstart in the same folder is replaced."""
+    """Export the model; the model of an earlier quickstart in the same folder is replaced."""
     from elastrata.run.export import export
 
+    # `export` refuses a folder that is not empty.
     shutil.rmtree(out, ignore_errors=True)
     return export(result.run_dir, out)
 
 
-def _result(
-    result: TrainResult, evaluation: dict[str, float], model: Path, shown: dict[str, Any]
+def _json_result(
+    result: TrainResult, evaluation: dict[str, float], model: Path, samples: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         **asdict(result),
         "evaluation": evaluation,
         "plots": f"{result.run_dir}/plots",
         "model": str(model),
-        **shown,
+        **samples,
     }
 
 
-def _summarize(
+def _print_summary(
     console: Console,
     recipe: Recipe,
     result: TrainResult,
@@ -159,12 +168,12 @@ def _summarize(
     from elastrata_pipelines.storage import Storage
 
     uri = tracking_uri(recipe.tracking.uri, Storage(recipe.storage))
-    measured = "  ".join(
+    losses = "  ".join(
         f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items()
     )
     console.print(
         f"\ndone in {seconds:.0f} s: {result.steps} steps, {result.tokens_seen:,} tokens\n"
-        f"  held-out  {measured}\n"
+        f"  held-out  {losses}\n"
         f"  model     {model}\n"
         f"  pictures  {result.run_dir}/plots\n"
         f"  run       {result.run_dir}  (checkpoints, history, recipe)\n"

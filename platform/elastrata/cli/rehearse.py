@@ -32,7 +32,7 @@ def rehearse(
 ) -> None:
     """Run a recipe's own step on GPUs that are not there: memory, messages, waits, graphs.
 
-    As one of all ranks of the cluster, on fake tensors; nothing is computed.
+    It runs as one of all ranks of the cluster, on fake tensors; nothing is computed.
     """
     from elastrata.rehearsal.process import Request
     from elastrata.rehearsal.process import rehearse as rehearse_apart
@@ -45,6 +45,7 @@ def rehearse(
         phase=phase,
         graphs=graphs,
     )
+    # A new process: fake CUDA devices must be loaded before torch.
     figures = rehearse_apart(request)
     show_rehearsal(console, figures)
     if json:
@@ -52,11 +53,11 @@ def rehearse(
 
 
 def show_rehearsal(console: Console, figures: Figures) -> None:
-    """All of it, for people.
+    """Print a rehearsal.
 
     Args:
-        console: where to.
-        figures: as `elastrata rehearse --json` has them.
+        console: the console to print to.
+        figures: the figures that `elastrata rehearse --json` prints.
     """
     console.print(
         f"{figures['recipe']} on {figures['devices']}x{figures['device']}, {figures['layout']}: "
@@ -72,6 +73,7 @@ def show_rehearsal(console: Console, figures: Figures) -> None:
 
 
 def _show_rank(console: Console, rank: Figures, memory_bytes: float) -> None:
+    # A ratio far from 1 shows that the planner's formula misses or repeats operations.
     counted = rank["flops"] / rank["formula_flops"] if rank["formula_flops"] else 0.0
     console.print(
         f"\nrank {rank['rank']}: {rank['parameters'] / 1e9:.4g} billion parameters in its stages, "
@@ -80,7 +82,7 @@ def _show_rank(console: Console, rank: Figures, memory_bytes: float) -> None:
         markup=False,
     )
     _show_memory(console, rank, memory_bytes)
-    _table(
+    _print_table(
         console,
         "messages of a step",
         ("axis", "ranks", "kind", "dtype", "device", "count", "MB"),
@@ -90,19 +92,19 @@ def _show_rank(console: Console, rank: Figures, memory_bytes: float) -> None:
         ],
     )
     for title, place in (("a step", rank), ("a save", rank["saving"])):
-        _table(
+        _print_table(
             console,
             f"copies of {title}",
             ("direction", "line", "in", "host memory", "count", "MB"),
             [_copy_cells(copy) for copy in place["copies"]],
         )
-        _table(
+        _print_table(
             console,
             f"waits of the host for the device in {title}",
             ("reason", "line", "in", "count"),
             [(w["reason"], w["line"], w["function"], w["count"]) for w in place["waits"]],
         )
-    _table(
+    _print_table(
         console,
         "process groups that were made",
         ("backend", "ranks", "count"),
@@ -112,10 +114,11 @@ def _show_rank(console: Console, rank: Figures, memory_bytes: float) -> None:
 
 def _show_memory(console: Console, rank: Figures, memory_bytes: float) -> None:
     peak, plan, build = rank["peak_bytes"], rank["planned_bytes"], rank["build"]
-    beside = "" if plan is None else f"; the plan has {_gib(plan)} ({plan / peak - 1:+.1%})"
+    plan_text = "" if plan is None else f"; the plan has {_gib(plan)} ({plan / peak - 1:+.1%})"
     console.print(
-        f"memory, GiB of {_gib(memory_bytes)}: {_gib(peak)} at the peak of a step{beside}; "
-        f"{_gib(build['peak_bytes'])} while the model is built, {_gib(build['bytes'])} after it",
+        f"memory, GiB of {_gib(memory_bytes)}: {_gib(peak)} at the peak of a "
+        f"step{plan_text}; {_gib(build['peak_bytes'])} while the model is built, "
+        f"{_gib(build['bytes'])} after it",
         markup=False,
     )
     kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in rank["memory"].items())
@@ -143,25 +146,26 @@ def _copy_cells(copy: Figures) -> tuple[object, ...]:
     return copy["direction"], line, function, pages + waits, copy["count"], _mb(copy["bytes"])
 
 
-def _table(
+def _print_table(
     console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[object]]
 ) -> None:
-    """Numbers, in the last columns, are set to the right; no rows: nothing."""
+    """Print a table with its numbers, in the last columns, aligned right; print nothing without
+    rows."""
     if not rows:
         return
-    cells = [tuple(map(_text, row)) for row in [headings, *rows]]
+    cells = [tuple(map(_format_cell, row)) for row in [headings, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     is_number = [heading in ("count", "MB", "ranks") for heading in headings]
     console.print(f"\n{title}")
     for row in cells:
-        set_out = [
+        aligned = [
             cell.rjust(width) if right else cell.ljust(width)
             for cell, width, right in zip(row, widths, is_number, strict=True)
         ]
-        console.print(f"  {'  '.join(set_out)}".rstrip(), markup=False)
+        console.print(f"  {'  '.join(aligned)}".rstrip(), markup=False)
 
 
-def _text(value: object) -> str:
+def _format_cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

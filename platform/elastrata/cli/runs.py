@@ -1,4 +1,4 @@
-"""`elastrata runs`, `status` and `fork`: how runs stand, and a new run from another one."""
+"""`elastrata runs`, `status` and `fork`: the state of runs, and a new run from another one."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def runs(
     ] = "runs",
     json: Json = False,
 ) -> None:
-    """List the runs in a folder: state, step, loss, workers, and when each gave a sign of life."""
+    """List the runs in a folder: state, step, loss, workers, and when each was last active."""
     from elastrata.run.claim import list_runs
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)
     listed = list_runs(Storage(storage))
     if listed:
-        console.print(_table(listed))
+        console.print(_build_table(listed))
     else:
         console.print(f"{Storage(storage).uri()}: no runs here", markup=False)
     for run in listed:
@@ -55,7 +55,7 @@ def runs(
         )
 
 
-def _table(listed: Sequence[ListedRun]) -> Table:
+def _build_table(listed: Sequence[ListedRun]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -70,12 +70,12 @@ def _table(listed: Sequence[ListedRun]) -> Table:
             f"{run.steps:,}/{run.steps_in_all:,}",
             "" if run.loss is None else f"{run.loss:.4f}",
             str(run.workers or ""),
-            "never" if run.seen is None else f"{_age(time.time() - run.seen)} ago",
+            "never" if run.seen is None else f"{_format_age(time.time() - run.seen)} ago",
         )
     return table
 
 
-def _age(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     for unit, size in _UNITS:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
@@ -86,120 +86,126 @@ def status(
     run: RunName,
     json: Json = False,
 ) -> None:
-    """Show how a run stands, from its storage alone: progress, faults, and what they cost."""
+    """Show the state of a run, from its storage alone: progress, faults, and their cost."""
     from elastrata.run.claim import named_run
     from elastrata.run.status import status as look_at
 
     console = open_console(as_json=json)
-    standing = look_at(named_run(run))
-    _show_state(console, standing)
-    _show_faults(console, standing)
-    _show_recoveries(console, standing)
+    run_status = look_at(named_run(run))
+    _show_state(console, run_status)
+    _show_faults(console, run_status)
+    _show_recoveries(console, run_status)
     if json:
-        print_json_line(standing.to_dict())
+        print_json_line(run_status.to_dict())
 
 
-def _show_state(console: Console, standing: Status) -> None:
+def _show_state(console: Console, run_status: Status) -> None:
     from rich.text import Text
 
     sizes = ", ".join(
-        f"{size.world_size} from step {size.step + 1}" for size in standing.world_sizes
+        f"{size.world_size} from step {size.step + 1}" for size in run_status.world_sizes
     )
-    newest = standing.checkpoint
+    newest = run_status.checkpoint
     rows: dict[str, str | Text] = {
-        "run": standing.run,
-        "state": Text(standing.text, style=STATE_STYLES[standing.state]),
-        "progress": f"step {standing.steps:,} of {standing.steps_in_all:,} "
-        f"({standing.progress:.1%}), "
-        f"{standing.samples_seen:,} samples, {standing.tokens_seen:,} tokens"
-        + (f", loss {standing.loss:.4f}" if standing.loss is not None else ""),
-        **({"target": str(standing.target)} if standing.target else {}),
-        **({"held out": _evaluation(standing.evaluation)} if standing.evaluation else {}),
+        "run": run_status.run,
+        "state": Text(run_status.text, style=STATE_STYLES[run_status.state]),
+        "progress": f"step {run_status.steps:,} of {run_status.steps_in_all:,} "
+        f"({run_status.progress:.1%}), "
+        f"{run_status.samples_seen:,} samples, {run_status.tokens_seen:,} tokens"
+        + (f", loss {run_status.loss:.4f}" if run_status.loss is not None else ""),
+        **({"target": str(run_status.target)} if run_status.target else {}),
+        **(
+            {"held out": _format_evaluation(run_status.evaluation)} if run_status.evaluation else {}
+        ),
         "checkpoint": f"step {newest.step:,}, {newest.uri}" if newest else "none yet",
         "workers": sizes or "none yet",
         **(
-            {"spares": f"{standing.spare_bytes / 1e9:.1f} GB of memory in idle processes"}
-            if standing.spare_bytes
+            {"spares": f"{run_status.spare_bytes / 1e9:.1f} GB of memory in idle processes"}
+            if run_status.spare_bytes
             else {}
         ),
-        **({"times": _balance(standing.time_balance)} if standing.time_balance else {}),
-        "lost": f"{_duration(standing.seconds_lost)} of {_duration(standing.seconds_in_all)} "
-        f"({standing.share_lost:.1%})",
-        "time": _account(standing.goodput),
+        **({"times": _format_balance(run_status.time_balance)} if run_status.time_balance else {}),
+        "lost": f"{_format_duration(run_status.seconds_lost)} of "
+        f"{_format_duration(run_status.seconds_in_all)} "
+        f"({run_status.share_lost:.1%})",
+        "time": _format_time_shares(run_status.goodput),
     }
     for name, value in rows.items():
         console.print(Text.assemble(f"{name:<12}", value))
-    for slow in standing.slow_ranks:
+    for slow in run_status.slow_ranks:
         console.print(Text.assemble(("slow        ", "bold yellow"), str(slow)))
-    for line in standing.problems:
+    for line in run_status.problems:
         console.print(Text.assemble(("damaged     ", "bold red"), line))
 
 
-def _account(goodput: Goodput) -> str:
-    """What a run's time went into, the largest first, but for what is less than a thousandth."""
+def _format_time_shares(goodput: Goodput) -> str:
+    """Return the shares of a run's time, the largest first, without those below a thousandth."""
     seconds, total = goodput.to_metrics(prefix=""), goodput.total
-    named = {"steps": "steps that count", "done_again": "steps done again"}
+    names = {"steps": "steps that count", "done_again": "steps done again"}
     shares = sorted(((s, name) for name, s in seconds.items() if s > total / 1000), reverse=True)
-    parts = (f"{s / total:.1%} {named.get(name, name.replace('_', ' '))}" for s, name in shares)
+    parts = (f"{s / total:.1%} {names.get(name, name.replace('_', ' '))}" for s, name in shares)
     return ", ".join(parts) or "none yet"
 
 
-def _evaluation(newest: Evaluation) -> str:
-    """Its loss, and those of sources and of further sets."""
+def _format_evaluation(newest: Evaluation) -> str:
+    """Return the loss of an evaluation, and the losses of sources and of further sets."""
     from elastrata.step.records import losses_by_set, losses_by_source
 
-    others = {**losses_by_source(newest.metrics), **losses_by_set(newest.metrics)}
-    told = "".join(f", {name} {loss:.4f}" for name, loss in others.items())
-    return f"loss {newest.metrics.get('eval/loss', math.nan):.4f}{told} after step {newest.step:,}"
+    losses = {**losses_by_source(newest.metrics), **losses_by_set(newest.metrics)}
+    other_losses = "".join(f", {name} {loss:.4f}" for name, loss in losses.items())
+    return (
+        f"loss {newest.metrics.get('eval/loss', math.nan):.4f}{other_losses} "
+        f"after step {newest.step:,}"
+    )
 
 
-def _balance(times: TimeBalance) -> str:
+def _format_balance(times: TimeBalance) -> str:
     return f"rank {times.slowest_rank} takes longest, {times.imbalance:.3f} of the mean"
 
 
-def _show_faults(console: Console, standing: Status) -> None:
+def _show_faults(console: Console, run_status: Status) -> None:
     from elastrata.run.status import utc
 
-    if standing.faults:
+    if run_status.faults:
         console.print("\nfaults")
-    for fault in standing.faults:
+    for fault in run_status.faults:
         ranks = f", rank {', '.join(map(str, fault.ranks))}" if fault.ranks else ""
         line = f"  {utc(fault.time)}  attempt {fault.attempt}{ranks}: {fault.text}"
         console.print(line, markup=False)
 
 
-def _show_recoveries(console: Console, standing: Status) -> None:
+def _show_recoveries(console: Console, run_status: Status) -> None:
     from elastrata.run.status import utc
 
-    if standing.recoveries:
+    if run_status.recoveries:
         console.print("\nrecoveries")
-    for recovery in standing.recoveries:
-        again = _again(recovery)
+    for recovery in run_status.recoveries:
+        repeated = _format_repeated(recovery)
         workers = f"{recovery.world_size} worker{'s' * (recovery.world_size > 1)}"
         parts = [
-            f"{recovery.cause}: {_duration(recovery.seconds)} without a step",
-            *([again] if again else []),
+            f"{recovery.cause}: {_format_duration(recovery.seconds)} without a step",
+            *([repeated] if repeated else []),
             f"on with {workers} from {recovery.state} state (attempt {recovery.attempt})",
         ]
         console.print(f"  {utc(recovery.time)}  {', '.join(parts)}", markup=False)
 
 
-def _again(recovery: Recovery) -> str:
-    """Return what is known of the steps that are done again, and what is not; empty if there are
-    none."""
+def _format_repeated(recovery: Recovery) -> str:
+    """Return how many steps are repeated and how many may be unrecorded; empty without any."""
     count, seconds = recovery.steps_rolled_back, f"{recovery.seconds_rolled_back:.1f} s"
     if not recovery.at_least:
         return f"{count:,} steps done again ({seconds})" if count else ""
+    # The history of the last moments before a loss may have been lost with its worker.
     unrecorded = recovery.seconds_unrecorded
-    unknown = (
+    unrecorded_text = (
         "the last moments before the loss are not recorded"
         if unrecorded is None
         else f"up to {unrecorded:.1f} s before the loss are not recorded"
     )
-    return f"at least {count:,} steps done again ({seconds} recorded; {unknown})"
+    return f"at least {count:,} steps done again ({seconds} recorded; {unrecorded_text})"
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 
@@ -216,7 +222,7 @@ def fork(
     address: Address = None,
     json: Json = False,
 ) -> None:
-    """Begin a new run from a checkpoint of another, with changes, and train it."""
+    """Begin a new run from a checkpoint of another one, with changes, and train it."""
     from elastrata.cli.train import train_and_tell
     from elastrata.driver.fork import plan_fork, show_changes
     from elastrata.run.fork import begin_fork
@@ -224,6 +230,7 @@ def fork(
     from elastrata_pipelines.storage import Storage
 
     plan = plan_fork(run, name, overrides or [])
+    # Storage is checked before anything is written, so that a failed fork leaves no run.
     check_storage(Storage(plan.fork.recipe.storage))
     show_changes(open_console(as_json=json), plan)
     begin_fork(plan.fork)

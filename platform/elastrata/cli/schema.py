@@ -1,4 +1,4 @@
-"""`elastrata schema`: the JSON Schema of our files, and the reference of their keys."""
+"""`elastrata schema`: the JSON Schema of Elastrata's files, and the reference of their keys."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def schema(
     editor."""
     if keys and kind != "recipe":
         raise UserError(f"--keys: unexpected with {kind}: the page has the keys of all kinds")
-    schema_of_kind = _schema(kind)
-    text = _page() if keys else json_text.dumps(schema_of_kind, indent=1) + "\n"
+    schema_of_kind = _load_schema(kind)
+    text = _reference_page() if keys else json_text.dumps(schema_of_kind, indent=1) + "\n"
     if out is not None:
-        _write(out, text)
+        _write_file(out, text)
         console = open_console(as_json=json)
         console.print(f"{'page' if keys else 'schema'}   {out.resolve()}", markup=False)
         if not keys:
@@ -48,10 +48,11 @@ def schema(
     elif json:
         print_json_line(schema_of_kind)
     else:
+        # The console would wrap long lines.
         typer.echo(text, nl=False)
 
 
-def _schema(kind: Kind) -> dict[str, Any]:
+def _load_schema(kind: Kind) -> dict[str, Any]:
     match kind:
         case "recipe":
             from elastrata.recipe.schema import recipe_schema
@@ -67,13 +68,15 @@ def _schema(kind: Kind) -> dict[str, Any]:
             return cluster_schema()
 
 
-def _page() -> str:
+def _reference_page() -> str:
     from elastrata.recipe.schema import key_reference
 
-    return key_reference(_schema("recipe"), sweep=_schema("sweep"), cluster=_schema("cluster"))
+    return key_reference(
+        _load_schema("recipe"), sweep=_load_schema("sweep"), cluster=_load_schema("cluster")
+    )
 
 
-def _write(out: Path, text: str) -> None:
+def _write_file(out: Path, text: str) -> None:
     try:
         write_whole(out, text.encode())
     except OSError as error:

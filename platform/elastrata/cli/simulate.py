@@ -1,4 +1,4 @@
-"""`elastrata simulate`: what machines that come and go do to a run, before it is started."""
+"""`elastrata simulate`: the effect on a run of machines that come and go, before it starts."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def simulate(
 
     console = open_console(as_json=json)
     loaded = in_steps(load_recipe(recipe, overrides or []))
-    where = read_cluster(cluster)
+    cluster_spec = read_cluster(cluster)
     seconds_by_fault = read_recovery(recovery) if recovery else RecoverySeconds()
-    given = read_trace(trace) if trace else None
-    at = _conditions(loaded, where, step_seconds, seconds_by_fault)
+    trace_events = read_trace(trace) if trace else None
+    run_conditions = _conditions(loaded, cluster_spec, step_seconds, seconds_by_fault)
     rates = Rates(
         lost_per_hour=lost_per_hour,
         with_notice=with_notice,
@@ -92,34 +92,42 @@ def simulate(
         driver_lost_per_hour=driver_lost_per_hour,
     )
 
+    # A function, as every simulated interval replays the same events from the start.
     def events() -> Iterable[Event]:
-        return given or drawn_events(at.workers_max, rates, seconds=days * _DAY, seed=seed)
+        return trace_events or drawn_events(
+            run_conditions.workers_max, rates, seconds=days * _DAY, seed=seed
+        )
 
-    simulated = simulation.simulate(at, events, seconds=days * _DAY, prices=_prices(where))
-    tried = simulation.sweep(at, events, seconds=days * _DAY) if intervals else None
-    show_simulation(console, simulated, at.steps)
-    if tried is not None:
-        show_sweep(console, tried)
+    result = simulation.simulate(
+        run_conditions, events, seconds=days * _DAY, prices=_prices(cluster_spec)
+    )
+    interval_sweep = (
+        simulation.sweep(run_conditions, events, seconds=days * _DAY) if intervals else None
+    )
+    show_simulation(console, result, run_conditions.steps)
+    if interval_sweep is not None:
+        show_sweep(console, interval_sweep)
     elif intervals:
         console.print("\nno fault goes back to a durable checkpoint: any interval will do")
     if plot is not None:
         from elastrata.tracking.plots import workers_over_time
 
-        workers_over_time(simulated.outcome.sizes, simulated.outcome.seconds, plot)
+        workers_over_time(result.outcome.sizes, result.outcome.seconds, plot)
         console.print(f"\nplot {plot}", markup=False)
     if json:
-        print_json_line({"recipe": recipe, **simulation_result(simulated, tried)})
+        print_json_line({"recipe": recipe, **simulation_result(result, interval_sweep)})
 
 
 def _conditions(
     recipe: Recipe, cluster: Cluster, seconds: float | None, seconds_by_fault: RecoverySeconds
 ) -> Conditions:
-    """Return the conditions of a run that has a worker for every device."""
+    """Return the conditions of a run that has one worker per device."""
     from elastrata.recipe.data_sets import as_if_full, data_spec
     from elastrata.simulation.simulate import Pace, conditions, planned_pace, step_seconds
     from elastrata.workload.workload import model_spec
 
     spec = data_spec(recipe)
+    # The data may not be prepared yet: phases in tokens are counted in full-length samples.
     recipe = as_if_full(recipe, spec.seq_len)
     if seconds is None:
         pace, group = planned_pace(recipe, cluster)
@@ -139,24 +147,25 @@ def _conditions(
 def _prices(cluster: Cluster) -> Prices | None:
     from elastrata.simulation.simulate import Prices
 
+    # The cost on spot machines is compared with that on demand, so both prices are needed.
     if cluster.price is None or cluster.spot_price is None:
         return None
     return Prices(on_demand=cluster.price, spot=cluster.spot_price)
 
 
 def show_simulation(console: Console, simulation: Simulation, steps: int) -> None:
-    """Where the time went, and what it costs."""
+    """Print how the simulated run spends its time, and its cost."""
     outcome = simulation.outcome
     faults = ", ".join(f"{count:,} {kind}" for kind, count in sorted(outcome.faults.items()))
     rows = {
-        "steps": f"{outcome.steps:,} of {steps:,}, in {_duration(outcome.seconds)}",
-        "undisturbed": _duration(simulation.undisturbed_seconds),
+        "steps": f"{outcome.steps:,} of {steps:,}, in {_format_duration(outcome.seconds)}",
+        "undisturbed": _format_duration(simulation.undisturbed_seconds),
         "goodput": f"{outcome.goodput:.2%} of the time in steps that count",
-        "  again": f"{_share(outcome.seconds_again, outcome.seconds)}: "
+        "  again": f"{_format_share(outcome.seconds_again, outcome.seconds)}: "
         f"{outcome.lost_steps:,} steps",
-        "  recovering": _share(outcome.seconds_recovering, outcome.seconds),
-        "  saving": _share(outcome.seconds_saving, outcome.seconds),
-        "  waiting": f"{_share(outcome.seconds_waiting, outcome.seconds)}: too few workers",
+        "  recovering": _format_share(outcome.seconds_recovering, outcome.seconds),
+        "  saving": _format_share(outcome.seconds_saving, outcome.seconds),
+        "  waiting": f"{_format_share(outcome.seconds_waiting, outcome.seconds)}: too few workers",
         "faults": faults or "none",
         "resizes": f"{outcome.resizes:,}",
         "workers": f"{outcome.worker_seconds / max(1e-9, outcome.seconds):,.1f} there on average",
@@ -171,11 +180,11 @@ def show_simulation(console: Console, simulation: Simulation, steps: int) -> Non
 
 
 def show_sweep(console: Console, sweep: IntervalSweep) -> None:
-    """The goodput by interval, beside the formulas."""
+    """Print the goodput by interval, and the intervals of the formulas by Young and Daly."""
     console.print(
         f"\nsteps between durable checkpoints, one fault that goes back to them every "
-        f"{_duration(sweep.seconds_between_faults)}: best {sweep.best:,}, Young {sweep.young:,}, "
-        f"Daly {sweep.daly:,}",
+        f"{_format_duration(sweep.seconds_between_faults)}: best {sweep.best:,}, "
+        f"Young {sweep.young:,}, Daly {sweep.daly:,}",
         markup=False,
     )
     for interval, goodput in sweep.goodput.items():
@@ -183,8 +192,9 @@ def show_sweep(console: Console, sweep: IntervalSweep) -> None:
 
 
 def simulation_result(simulation: Simulation, sweep: IntervalSweep | None) -> dict[str, Any]:
-    """The simulation as JSON values."""
+    """Return the simulation as JSON values."""
     outcome = asdict(simulation.outcome)
+    # One entry per resize, which --plot shows; too many for the JSON line.
     outcome.pop("sizes")
     return {
         **outcome,
@@ -196,9 +206,9 @@ def simulation_result(simulation: Simulation, sweep: IntervalSweep | None) -> di
     }
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _share(part: float, whole: float) -> str:
+def _format_share(part: float, whole: float) -> str:
     return f"{part / whole if whole else 0.0:.2%}"

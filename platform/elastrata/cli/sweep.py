@@ -1,4 +1,4 @@
-"""`elastrata sweep`: many trials of one recipe, to find the values that do best."""
+"""`elastrata sweep`: many trials of one recipe, to find the best values."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from elastrata_pipelines.errors import UserError
 if TYPE_CHECKING:
     from elastrata.sweeps.result import SweepResult
 
+# The exit code of an interrupted command, as in `main`.
 _INTERRUPTED = 130
 
 
@@ -39,32 +40,35 @@ def sweep(
     json: Json = False,
 ) -> int:
     """Try values of a recipe's keys, or continue a sweep where it stopped."""
+    # With --best the first positional argument is a change, too.
     changes = [text for text in (sweep, *(overrides or [])) if text]
     if best is not None:
-        return _go_on(best, changes, name, train, address, json)
+        return _use_best(best, changes, name, train, address, json)
     if train:
         raise UserError("--train: expected --best NAME: the sweep whose best values to train")
     if sweep is None:
         raise UserError("expected a sweep's file, or --best NAME of one that was run")
-    return _run(sweep, changes[1:], name, address, json)
+    return _run_sweep(sweep, changes[1:], name, address, json)
 
 
-def _run(file: str, overrides: list[str], name: str | None, address: str | None, json: bool) -> int:
+def _run_sweep(
+    file: str, overrides: list[str], name: str | None, address: str | None, json: bool
+) -> int:
     from elastrata.api import sweep as run_sweep
     from elastrata.sweeps.config import load_sweep
     from elastrata.terminal.sweep_progress import SweepProgress
 
     console = open_console(as_json=json)
-    renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
-    chosen = load_sweep(file, [*overrides, *renamed])
-    console.print(f"sweep {chosen.name}: starting Ray and the trials", markup=False)
-    with SweepProgress(chosen.space, console) as progress:
-        result = run_sweep(chosen, address=address, show=progress, warn=progress.warn)
-    _tell(result, json)
+    name_override = [f"name={json_text.dumps(name)}"] if name is not None else []
+    loaded = load_sweep(file, [*overrides, *name_override])
+    console.print(f"sweep {loaded.name}: starting Ray and the trials", markup=False)
+    with SweepProgress(loaded.space, console) as progress:
+        result = run_sweep(loaded, address=address, show=progress, warn=progress.warn)
+    _show_result(result, json)
     return 0 if result.status == "FINISHED" else _INTERRUPTED
 
 
-def _go_on(
+def _use_best(
     place: str,
     overrides: list[str],
     name: str | None,
@@ -72,7 +76,7 @@ def _go_on(
     address: str | None,
     json: bool,
 ) -> int:
-    """Shows the best trial, or trains its values."""
+    """Show the best trial, or train its values."""
     from elastrata.sweeps.config import changes_of
     from elastrata.sweeps.result import best_recipe, find_sweep
 
@@ -80,15 +84,15 @@ def _go_on(
     if not train:
         if overrides or name is not None:
             raise UserError("--best: expected --train beside --name and changes of the recipe")
-        _tell(result, json)
+        _show_result(result, json)
         return 0
-    named = {"name": name} if name is not None else {}
-    train_and_tell(best_recipe(result, {**changes_of(overrides), **named}), address, json)
+    name_change = {"name": name} if name is not None else {}
+    train_and_tell(best_recipe(result, {**changes_of(overrides), **name_change}), address, json)
     return 0
 
 
-def _tell(result: SweepResult, json: bool) -> None:
-    """Shows how a sweep has ended, and how to go on."""
+def _show_result(result: SweepResult, json: bool) -> None:
+    """Print the result of a sweep and the commands to continue with."""
     from elastrata.terminal.sweep_progress import rich_table
 
     console = open_console(as_json=json)

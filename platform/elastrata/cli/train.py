@@ -39,14 +39,14 @@ def train(
 ) -> None:
     """Train a recipe, or continue its run where it stopped."""
     arguments = [*([recipe] if recipe else []), *(overrides or [])]
-    chosen = _resumed(resume, arguments, name) if resume else _named(arguments, name)
+    chosen = _load_resumed(resume, arguments, name) if resume else _load_named(arguments, name)
     train_and_tell(chosen, address, json, go_on_from)
 
 
 def train_and_tell(
     chosen: Recipe, address: str | None, json: bool, go_on_from: str | None = None
 ) -> None:
-    """Trains a recipe and shows how it goes, and what came of it."""
+    """Train a recipe, and show its progress and its result."""
     from elastrata.api import run_name
     from elastrata.api import train as train_recipe
     from elastrata.recipe.data_sets import in_steps
@@ -55,6 +55,7 @@ def train_and_tell(
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)
+    # The display needs the number of steps, which the data decides for epochs or tokens.
     chosen = in_steps(chosen)
     console.print(f"run {run_name(chosen)}: starting Ray and the workers", markup=False)
     with Progress(chosen.steps_in_all, console, phase_lines(chosen)) as progress:
@@ -73,21 +74,22 @@ def train_and_tell(
         print_json_line(asdict(result))
 
 
-def _named(arguments: list[str], name: str | None) -> Recipe:
+def _load_named(arguments: list[str], name: str | None) -> Recipe:
     from elastrata.recipe.file import load_recipe
 
     if not arguments:
         raise UserError("expected a recipe, such as bert/tiny, or --resume RUN")
-    renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
-    return load_recipe(arguments[0], [*arguments[1:], *renamed])
+    name_override = [f"name={json_text.dumps(name)}"] if name is not None else []
+    return load_recipe(arguments[0], [*arguments[1:], *name_override])
 
 
-def _resumed(run: str, arguments: list[str], name: str | None) -> Recipe:
+def _load_resumed(run: str, arguments: list[str], name: str | None) -> Recipe:
     from elastrata.run.claim import named_run
     from elastrata.run.folder import resumed_recipe
 
     if name is not None:
         raise UserError(f"--name: {name}: unexpected: --resume {run} goes on under its own name")
+    # The first positional argument is read as a recipe's name, which a resumed run already has.
     if arguments and "=" not in arguments[0]:
         raise UserError(
             f"{arguments[0]}: unexpected: --resume {run} goes on with the run's own recipe; "

@@ -85,6 +85,7 @@ def load_sweep(path: str, overrides: Sequence[str] = ()) -> SweepConfig:
         UserError: one line per mistake in the sweep, its recipe and its space.
     """
     text = _read_text(path, overrides)
+    # pydantic would take true and false as 1 and 0 for a number.
     misread = misread_booleans(SweepConfig, text)
     try:
         config = SweepConfig.model_validate(text.values)
@@ -138,6 +139,7 @@ def _read_text(path: str, overrides: Sequence[str]) -> RecipeText:
         is_of_sweep = override.partition("=")[0].split(".")[0] in SweepConfig.model_fields
         (sweep_overrides if is_of_sweep else recipe_overrides).append(override)
     text = read_recipe_text(path, sweep_overrides, model=SweepConfig)
+    # The file's name is the default name of the sweep.
     text.values.setdefault("name", text.name)
     changes = text.values.setdefault("changes", {})
     if isinstance(changes, dict):
@@ -250,6 +252,7 @@ def _grid_problems(config: SweepConfig) -> Iterator[str]:
 def _scheduler_problems(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
     if isinstance(config.scheduler, NoneConfig):
         return
+    # The number of steps of phases in epochs or tokens is unknown before the data is read.
     every, is_in_steps = recipe.evaluation.every, all(part.steps for part in recipe.parts)
     if every and is_in_steps and every >= (steps := recipe.steps_in_all):
         yield (
@@ -265,6 +268,7 @@ def _population_problems(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
         yield f"trials: {config.trials}: expected {_LEAST_POPULATION} or more with scheduler 'pbt'"
     if not isinstance(config.searcher, RandomConfig):
         yield f"searcher.name: {config.searcher.name!r}: expected 'random' with scheduler 'pbt'"
+    # States are copied between processes of one worker only.
     if recipe.workers.most > 1:
         yield f"workers.max: {recipe.workers.most}: expected 1 with scheduler 'pbt'"
     for key, domain in config.space.items():

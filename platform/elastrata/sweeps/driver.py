@@ -94,6 +94,7 @@ def slots(
     gpus_each = workers.gpus_each(gpus)
     trial_needs = {"CPU": workers.most * workers.cpus, "GPU": workers.most * gpus_each}
     if workers.most == 1 and not gpus_each:
+        # Without GPUs one CPU is enough to start; the share below is larger if there are more.
         trial_needs["CPU"] = min(1.0, cpus)
     trial_claims = {
         **trial_needs,
@@ -116,6 +117,8 @@ def slots(
             f"workers.max: {workers.most}: a trial needs {needs}, the cluster has {cpus:g} CPUs "
             f"and {gpus:g} GPUs"
         )
+    # Groups claim whole workers and would wait for each other. Trials on one worker may share CPUs
+    # and GPUs instead, as their claims shrink to fractions.
     if workers.most > 1 and wanted != "auto" and min(trials, wanted) > capacity:
         raise UserError(
             f"concurrency: {wanted}: the cluster has room for {capacity} trials of {workers.most} "
@@ -280,6 +283,7 @@ class SweepDriver:
         recipe = job.base.recipe
         launches = [entry for entry in entries if entry["kind"] == LAUNCHED]
 
+        # A copied folder must not write to the MLflow runs of the original.
         def is_copied(original: str) -> bool:
             if found := is_copy(folder, original, _read_mlflow_run_id):
                 warn(f"{folder.uri()}: a copy of {original}; it gets MLflow runs of its own")
@@ -335,6 +339,7 @@ class SweepDriver:
 
         The record is closed with `FINISHED`, `KILLED` or `FAILED`, also if an error is raised.
         """
+        # The status if anything below raises.
         status: Status = "FAILED"
         # The exported model in it is uploaded in the background until the record is closed.
         scratch = TemporaryDirectory()
@@ -377,6 +382,7 @@ class SweepDriver:
             self.record.begin(trial, self.recipe_of(trial.id, trial.values))
         elif kind == CONCLUDED:
             self.record.conclude(self.standings.trials[entry["trial"]])
+            # The process of this trial may not have closed its run yet.
             self._delete_checkpoints(but=entry["trial"])
         self.show(self.standings)
 
@@ -405,6 +411,7 @@ class SweepDriver:
             problem=self._find_problem,
             note=self.note,
         )
+        # Tune reads these settings from the environment only.
         os.environ.update(TUNE_SETTINGS, TUNE_MAX_PENDING_TRIALS_PG=str(at_a_time))
         trainable = tune.with_parameters(TrialActor, job=self.job)
         bundle = {"CPU": shares.cpus, **({"GPU": shares.gpus} if shares.gpus else {})}
@@ -423,7 +430,9 @@ class SweepDriver:
             stop=_Stop(lambda: self.interrupt.signal is not None or time.monotonic() > end),
             callbacks=[Watch(self.standings, self.note, self.record.report, self.warn)],
             max_failures=config.max_failures,
+            # Starting a process and importing PyTorch takes seconds, so processes run many trials.
             reuse_actors=True,
+            # A failed trial is a result; the others continue.
             raise_on_failed_trial=False,
             verbose=0,
         )
@@ -529,7 +538,8 @@ class Watch(Callback):
     def on_trial_result(
         self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, result: Any, **info: Any
     ) -> None:
-        """Record a report, and conclude the trial if the scheduler has stopped it."""
+        """Record a report, and conclude the trial if it has ended."""
+        # Tune keeps and copies the last result of every trial, which the steps would bloat.
         report: Report = result.pop(REPORT)
         sweep_trial = self._standings.trials[str(trial)]
         self._on_report(str(trial), report)
@@ -542,6 +552,7 @@ class Watch(Callback):
         if report.metrics and is_news:
             self._note({"kind": REPORTED, **report_entry(str(trial), report)})
         if result.get("done"):
+            # A trial that is done before its last step was stopped by the scheduler.
             state = "stopped" if report.state == "running" else report.state
             self._conclude(str(trial), state, report.text)
 
@@ -565,4 +576,5 @@ class Watch(Callback):
 def _format_reason(trial: TuneTrial) -> str:
     error = trial.get_error()
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] if error else []
+    # The last line of a traceback names the error.
     return f": {lines[-1][:200]}" if lines else ""

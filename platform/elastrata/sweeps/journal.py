@@ -94,7 +94,7 @@ class Trial:
         return sum(report.seconds for report in self.reports)
 
     def value(self, metric: str) -> float:
-        """Return the newest value of a metric, or NaN if there is none."""
+        """Return the newest value of a metric, or NaN without a report."""
         return self.last.value(metric) if self.last else math.nan
 
 
@@ -151,6 +151,7 @@ class Standings:
                 trial.state, trial.text = entry["state"], entry["text"]
 
     def _check_trial_id(self, kind: str, trial: str) -> None:
+        # An altered or merged journal is refused: replaying it would give other suggestions.
         is_new = kind == SUGGESTED
         if is_new == (trial in self.trials):
             what = "was suggested before" if is_new else "was never suggested"
@@ -167,6 +168,7 @@ class Standings:
             for trial in self.trials.values()
             if trial.counts and math.isfinite(trial.value(self.metric))
         ]
+        # Among equal values the smallest id wins, which was suggested first.
         return self.trials[min(ranked)[1]] if ranked else None
 
 

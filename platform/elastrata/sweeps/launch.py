@@ -78,6 +78,7 @@ def sweep(
             tokens = _estimate_trial_tokens(base.recipe)
             trials = _count_trials(config)
             shares = slots(base.recipe.workers, _resources(), config.concurrency, trials=trials)
+            # Written only after all checks: a corrected sweep would be refused as another one.
             write_sweep(folder, config, base.recipe)
             job = TrialJob(
                 base=base, folder=folder.sub(TRIALS), threads=shares.threads, metric=config.metric
@@ -113,6 +114,7 @@ def check_journal(folder: Storage, config: SweepConfig) -> tuple[str, ...]:
     """
     journal = read_journal(folder)
     standings = Standings(config.metric, config.mode, journal.entries)
+    # A trial without reports may have had no time to write its history.
     trials = [folder.sub(TRIALS, trial.id) for trial in standings.trials.values() if trial.reports]
     without_history = [trial for trial in trials if not part_names(trial.sub("history"))]
     return (

@@ -148,6 +148,7 @@ def importances(standings: Standings, space: Mapping[str, Domain]) -> dict[str, 
     worst = max(finite) if is_min else min(finite)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="minimize" if is_min else "maximize")
+    # A study is built from the journal, whichever searcher suggested the points.
     for trial, value in zip(trials, values, strict=True):
         distributions = {key: _build_distribution(space[key]) for key in trial.values}
         study.add_trial(
@@ -191,6 +192,7 @@ def _draw_curves(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     for trial in standings.trials.values():
         tokens = [report.tokens for report in trial.reports]
         values = [report.value(standings.metric) for report in trial.reports]
+        # The trial has not been evaluated yet.
         if not tokens:
             continue
         color, width = _line_style(trial, best)
@@ -252,6 +254,7 @@ def _draw_parallel(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     low, high = (results.min(), results.max()) if len(results) else (0.0, 1.0)
     best = standings.best()
     for trial, result in zip(trials, results, strict=True):
+        # A single result, or equal ones, get the middle colour.
         share = (result - low) / (high - low) if high > low else 0.5
         good = 1 - share if standings.mode == "min" else share
         places = [_domain_share(space[key], trial.values.get(key)) for key in space]
@@ -377,6 +380,7 @@ def _figure(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # Without pyplot no display is needed, and figures are freed when they are dropped.
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     figure._repr_png_ = lambda: png(figure)  # type: ignore[attr-defined]  # what notebooks show
@@ -489,6 +493,7 @@ def html_table(standings: Standings, space: Mapping[str, Domain]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in headings(standings, space))
     lines = []
     for trial, cells in zip(ordered(standings), rows(standings, space), strict=True):
+        # Notebooks show the table without `_STYLE`.
         kind = ' class="best" style="font-weight:700"' if trial is best else ""
         lines.append(f"<tr{kind}>{''.join(f'<td>{html.escape(c)}</td>' for c in cells)}</tr>")
     return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
@@ -502,6 +507,7 @@ def _page(config: SweepConfig, standings: Standings, pictures: Mapping[str, byte
         values = ", ".join(f"{key} = {value}" for key, value in best.values.items())
         value = f"{best.value(config.metric):.5g}"
         verdict = f"Best: trial {best.id}, {config.metric} {value} with {values}."
+    # Embedded images make the report a single file.
     images = "".join(
         f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
         for name, data in pictures.items()

@@ -36,7 +36,7 @@ _UNCOMPARED_SECTIONS = ("name", "storage", "workers", "checkpoint", "tracking")
 # name may differ.
 MAY_CHANGE = {"name", "recipe", "trials", "concurrency", "max_seconds", "max_failures", "keep"}
 
-# Earlier versions recorded these keys, too; they do not change what a trial learns.
+# Earlier versions recorded these keys, too; they do not affect training.
 _PREPARATION = re.compile(r"(phases\.\d+\.)?data\.prepare(\.|$)")
 
 
@@ -76,7 +76,7 @@ def _sweep_values(config: SweepConfig) -> dict[str, Any]:
 
 
 def _base_values(base: Recipe) -> dict[str, Any]:
-    """Return the values of the base recipe that decide what a trial learns."""
+    """Return the values of the base recipe that affect the training of a trial."""
     return base.as_recorded().model_dump(mode="json", exclude=set(_UNCOMPARED_SECTIONS))
 
 
@@ -110,6 +110,7 @@ def read_journal(folder: Storage) -> History:
     """
     journal = folder.sub(JOURNAL)
     journal_history = history.look(journal)
+    # A lost journal must not start the sweep anew over existing trials.
     if not journal_history.entries and list_names(folder, TRIALS):
         raise UserError(f"{journal.uri()}: empty or missing, though the sweep has trials")
     if journal_history.foreign:
@@ -249,6 +250,7 @@ def _file_problems(folder: Storage, launches: Sequence[Mapping[str, Any]]) -> li
     launched = launches[-1].get("sweep_sha256") if launches else None
     if launched in (None, sweep_digest(folder)):
         return []
+    # Reports may then belong to another metric or space.
     return [f"{folder.uri(SWEEP_FILE)}: altered since the sweep was last continued"]
 
 
@@ -266,6 +268,7 @@ def find_sweep(place: str) -> SweepResult:
         UserError: there is no sweep.
     """
     named_folder = Storage("runs").sub(place)
+    # A folder of that name takes precedence over a sweep in `runs`.
     is_name = not Storage(place).exists(SWEEP_FILE) and named_folder.exists(SWEEP_FILE)
     return read_result(named_folder.uri() if is_name else place)
 
@@ -287,6 +290,7 @@ def best_recipe(result: SweepResult, changes: Mapping[str, Any]) -> Recipe:
     if best is None:
         raise UserError(f"{result.folder}: no trial has a value of {result.config.metric} yet")
     root, _, name = result.folder.rpartition("/")
+    # `changes` usually shortens the trials; the best run has the recipe's full length.
     sweep_changes = {k: v for k, v in result.config.changes.items() if not _LENGTH.fullmatch(k)}
     run_keys = {"name": f"{name}-best", "storage": root, **changes}
     base = base_recipe(result.config.recipe, {**sweep_changes, **run_keys})

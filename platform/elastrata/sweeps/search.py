@@ -111,6 +111,7 @@ def _build_optuna(
     import optuna
     from ray.tune.search.optuna import OptunaSearch
 
+    # Optuna otherwise logs every trial.
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
     def suggest(trial: Any) -> None:
@@ -118,6 +119,7 @@ def _build_optuna(
         # active.
         draw(space, lambda key, domain: _suggest_value(trial, key, domain))
 
+    # The seed makes suggestions repeatable, which the replay of the journal relies on.
     sampler = optuna.samplers.TPESampler(seed=config.seed, n_startup_trials=config.startup_trials)
     return OptunaSearch(suggest, metric=metric, mode=mode, sampler=sampler)
 

@@ -13,11 +13,13 @@ from typing_extensions import override
 from elastrata.config import Config
 from elastrata_pipelines.errors import nearest
 
+# These limits keep `high - low` and `high / low` finite.
 _LEAST = 1e-100
 _MOST_CHOICES, _MOST_POINTS = 1000, 100_000
 Finite = Annotated[float, Field(ge=-1e100, le=1e100)]
 Value = bool | int | Annotated[float, Field(allow_inf_nan=True)] | str | None
 Ends = tuple[Finite, Finite]
+# Floats hold whole numbers exactly up to 2**53.
 Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
 WholeEnds = tuple[Whole, Whole]
 Values = Annotated[tuple[Value, ...], Field(min_length=1, max_length=_MOST_CHOICES)]

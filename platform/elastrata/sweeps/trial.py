@@ -198,6 +198,7 @@ class LoneTrial:
         kinds: RankKinds = (),
     ) -> None:
         self._kinds = kinds
+        # PyTorch uses all cores by default, and other trials share the machine.
         torch.set_num_threads(recipe.workers.threads or 1)
         self.recipe, self.run = recipe, run
         identity = read_identity(run)
@@ -241,6 +242,7 @@ class LoneTrial:
             mixtures=data.mixtures,
         )
         write_identity(run, new_identity, recipe)
+        # Another run's commit holds no entries of this run's history.
         number = take_over(run, self._commit if origin is None else None)
         # After a copy of another trial's state, this run's earlier reports no longer describe it.
         self._past = Past.of(run, _raise_error, self.start.step) if origin is None else Past([], [])
@@ -425,11 +427,14 @@ class GroupTrial:
     def __init__(self, recipe: Recipe, name: str, told: int = 0) -> None:
         self._recipe, self._name = recipe, name
         past = Past.of(Storage(recipe.storage).sub(name)).reports()
+        # The last report is kept even if the sweep has received it: a run without remaining steps
+        # has no other one to return.
         self._past = [r for r in past if r.step > told or self._is_end(r.step, r.metrics)]
         self._events: SimpleQueue[Event | None] = SimpleQueue()
         self._interrupt = Interrupt()
         self._raised: Exception | None = None
         self._newest: StepRecord | None = None
+        # A daemon thread does not keep the process alive when Tune stops it.
         self._thread = Thread(target=self._train_in_thread, name="elastrata-trial", daemon=True)
         self._thread.start()
 
@@ -487,6 +492,7 @@ class GroupTrial:
                 name=self._name,
                 show=self._events.put,
                 interrupt=self._interrupt,
+                # The sweep's driver records the trial in MLflow from its reports.
                 record=SilentTracker(),
             )
         except KeyboardInterrupt:
@@ -557,6 +563,7 @@ class TrialActor(Trainable):
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, str]:
         """Save the trial's state in its run and return the location for Tune."""
         trial = self._trial
+        # Only population based training saves trials, and it requires one worker per trial.
         assert isinstance(trial, LoneTrial)
         return {"run": trial.run.uri(), "folder": trial.save()}
 
@@ -584,6 +591,7 @@ class TrialActor(Trainable):
         if recipe.workers.most > 1:
             return GroupTrial(recipe, self.trial_name, reported_step)
         if not dist.is_initialized():
+            # The process group is shared by all trials that this process runs.
             _process.enter_context(lone_group(current_device()))
         node: str = ray.get_runtime_context().get_node_id()
         kinds = kinds_by_node(recipe)([node])

@@ -46,6 +46,7 @@ class BaseRecipe:
             recipe = Recipe.model_validate(tree)
         except ValidationError as error:
             text = RecipeText(file="", name="", values=tree)
+            # Values of a trial have no file and line to name.
             lines = [line.removeprefix(": ") for line in recipe_problems(error, Recipe, text)]
             raise UserError(*lines) from None
         if problems := [line for _, line in cross_field_problems(recipe)]:
@@ -75,6 +76,7 @@ def base_recipe(recipe: str, changes: Mapping[str, Any]) -> BaseRecipe:
     Raises:
         UserError: one line per mistake in the recipe.
     """
+    # JSON is valid YAML, in which overrides are parsed.
     overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     base = load_recipe(recipe, overrides)
     return BaseRecipe(values=read_recipe_text(recipe, overrides, model=Recipe).values, recipe=base)
