@@ -189,9 +189,9 @@ METRICS_PER_CALL, _PARAMS_PER_CALL, _TAGS_PER_CALL = 1000, 100, 100  # MLflow's 
 _PARAM_CHARACTERS, _TAG_CHARACTERS = 6000, 5000
 _SECONDS_TO_FINISH = 60.0
 PARENT = "mlflow.parentRunId"
+"""MLflow's tag for the parent of a run."""
 RUN_DIR = "run_dir"
 """Tag with the newest location of the run's folder."""
-"""MLflow's tag that makes a run a part of another one."""
 # MLflow's codes for requests that fail in the same way however often they are sent.
 _HOPELESS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST", "INVALID_STATE"}
 
