@@ -1,4 +1,4 @@
-"""The audit: what a run's history and data sets prove about the samples that the run has seen."""
+"""The audit of a run: checks of its history against its data sets, sample by sample."""
 
 from __future__ import annotations
 
@@ -307,12 +307,12 @@ def audit(run: Storage) -> Audit:
     problems = [*run_evidence.problems, *recipe_problems(run, identity), *before.problems]
     problems += [*sequence_problems(entries, begin[0]), *position_problems(steps, begin)]
     phases = read_summary(run).phases
-    taken = taken_by(steps, phases, identity, run.uri(RUN_FILE))
-    expected, states = _expectations(taken)
+    parts_by_step = taken_by(steps, phases, identity, run.uri(RUN_FILE))
+    expected, states = _read_expectations(parts_by_step)
     # Parts that are impossible or of unusable data sets are reported elsewhere.
     checkable_steps = [
         (step, parts)
-        for step, parts in zip(steps, taken, strict=True)
+        for step, parts in zip(steps, parts_by_step, strict=True)
         if parts and all(_is_possible(part, expected.get(part.data_set)) for part in parts)
     ]
     problems += digest_problems(checkable_steps, expected)
@@ -356,7 +356,7 @@ def sequence_problems(entries: Sequence[Entry], first: int = 0) -> list[str]:
 
 
 def position_problems(steps: Sequence[Entry], begin: Span = (0, 0)) -> list[str]:
-    """Return one line for every step that does not begin where the previous step ended.
+    """Return one line for every step that does not begin at the end of the previous step.
 
     Args:
         steps: the effective steps. A step after a missing one is not reported.
@@ -415,21 +415,21 @@ class _UnusableError(Exception):
         self.check = check
 
 
-def _expectations(
-    taken: Iterable[Sequence[Taken]],
+def _read_expectations(
+    parts_by_step: Iterable[Sequence[Taken]],
 ) -> tuple[dict[DataSet, Expectation], list[DataCheck]]:
     """Return what can be expected of each usable data set, and why others are unusable."""
-    phases = {part.data_set: part.phase for parts in taken for part in parts}
+    phases = {part.data_set: part.phase for parts in parts_by_step for part in parts}
     expected, states = dict[DataSet, Expectation](), list[DataCheck]()
     for data_set, phase in phases.items():
         try:
-            expected[data_set] = _expectation(data_set, phase)
+            expected[data_set] = _read_expectation(data_set, phase)
         except _UnusableError as error:
             states.append(error.check)
     return expected, states
 
 
-def _expectation(data_set: DataSet, phase: PhaseSummary) -> Expectation:
+def _read_expectation(data_set: DataSet, phase: PhaseSummary) -> Expectation:
     """Return the samples expected of a data set in a phase.
 
     Raises:

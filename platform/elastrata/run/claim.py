@@ -85,7 +85,7 @@ def check_local(out: Path, option: str = "--out") -> None:
     """
     # `Path` takes a URL for a local folder such as `s3:`.
     if url := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", str(out)):
-        slashes = "///" if url[1] == "file" else "//"  # `Path` keeps one of them
+        slashes = "///" if url[1] == "file" else "//"  # `Path` keeps only one slash
         address = re.sub(r"^[^/]*:/+", f"{url[1]}:{slashes}", str(out))
         raise UserError(
             f"{option}: {address}: expected a local folder or file; write it there, then copy it"
@@ -140,7 +140,7 @@ def is_copy(folder: Storage, original: str, identify: Callable[[Storage], str | 
         same_id = identify(other) is not None and identify(other) == identify(folder)
         # Two paths to one folder, through a link or a second mount, show this process's claim.
         return same_id and _raw_token(other) != _raw_token(folder)
-    except Exception:  # a place that cannot be read from here holds no original for this command
+    except Exception:  # an unreadable location holds no original that matters here
         return False
 
 
@@ -159,7 +159,7 @@ def _names(folder: Storage) -> set[str]:
         return {name for name in folder.names() if not _TEMPORARY.fullmatch(name)}
     except UserError:
         raise
-    except Exception as error:  # every store has exceptions of its own
+    except Exception as error:  # storage backends have no common error type
         raise UserError(f"{folder.uri()}: cannot be read ({error})") from None
 
 
@@ -177,7 +177,8 @@ def _kind_of(names: set[str]) -> Kind | Literal["nothing", "other files"]:
     if "config.json" in names and any(name.endswith(".safetensors") for name in names):
         return "exported model"
     visible_names = {name for name in names if not name.startswith(".")}
-    # A recipe is written just before the file that says what the folder is: a kill can part them.
+    # A recipe is written just before the marker of its folder: a kill in between leaves only the
+    # recipe.
     first_files = {DRIVER_FILE, RECIPE_FILE} if DRIVER_FILE in names else {DRIVER_FILE}
     return "nothing" if visible_names <= first_files else "other files"
 
@@ -219,7 +220,7 @@ def named_run(name: str, storage: str = RUNS) -> Storage:
 
 
 def _hint(folder: Storage) -> str:
-    """Return what the folder is, to append to the message that it is not a run."""
+    """Return a description of the folder, to append to the message that it is not a run."""
     found = folder_kind(folder)
     if found == "sweep":
         return f"; it is a sweep, and its trials are the runs in {folder.uri(TRIALS)}"

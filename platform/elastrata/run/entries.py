@@ -12,7 +12,7 @@ from elastrata.step.records import StepRecord
 from elastrata_pipelines.errors import UserError
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]
-# Wider than 64 bits, because FLOPs of large runs exceed 2**63.
+# Wider than 64 bits, because the FLOPs of a step can exceed 2**63.
 _Number = Annotated[int, Field(ge=-(2**128), le=2**128)]
 _Real = Annotated[float, Field(allow_inf_nan=False)]
 _Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -21,8 +21,8 @@ _Metrics = dict[str, float]
 _NOT_OF_STEPS = ("kind", "attempt", "time", "clock", "monotonic")
 _NO_METRICS = (*_NOT_OF_STEPS, "step", "seconds")
 _FOLDER = r"^[0-9]{9}-[0-9]{4,9}-[0-9a-f]{6}$"
-# Unknown keys are allowed: later versions may add some. Strict, because a string where a number
-# belongs shows that the line was altered.
+# Unknown keys are allowed: later versions may add some. Strict, because a string instead of a
+# number shows that the line was altered.
 _STRICT_OPEN = ConfigDict(extra="allow", strict=True)
 
 
@@ -270,7 +270,7 @@ def _parse_unknown_kind(line: bytes, where: str, error: ValidationError) -> dict
     """Parse an entry of a kind that this version does not know.
 
     Raises:
-        UserError: the kind is known and `error` describes what is wrong, or the line is no entry.
+        UserError: the kind is known but the entry is invalid, or the line is not an entry.
     """
     if error.errors(include_url=False)[0]["type"] != "union_tag_invalid":
         raise UserError(f"{where}: {_reason(error)}") from None

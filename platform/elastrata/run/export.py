@@ -100,14 +100,14 @@ def export_model(
     if damaged := problems(checkpoints, commit):
         raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     recipe = read_recipe(run, identity)
-    state = _state(run, commit, recipe, weights)
+    state = _read_state(run, commit, recipe, weights)
     # The evaluation is of one kind of weights: its metrics must not describe another kind.
-    metrics = commit.evaluation if weights == _evaluated_weights(recipe) else {}
+    metrics = commit.evaluation if weights == _weights_of_evaluations(recipe) else {}
     manifests = [_read_manifest(data_set) for data_set in identity.data]
     with _write_atomically(out) as folder:
         data = Storage(identity.data[0].url)
         _write(recipe, checkpoints, commit, state, manifests, data, folder, form)
-        card = model_card(run, identity, recipe, commit, manifests, form, _parameters(folder))
+        card = model_card(run, identity, recipe, commit, manifests, form, _count_parameters(folder))
         card = replace(card, weights=weights, metrics=metrics)
         (folder / CARD).write_text(card.to_markdown(), encoding="utf-8")
     return ExportedModel(
@@ -147,7 +147,7 @@ def loadable(model: ExportedModel, scratch: Path) -> LoadableModel:
     )
 
 
-def _state(run: Storage, commit: Commit, recipe: Recipe, weights: str) -> Mapping[str, Tensor]:
+def _read_state(run: Storage, commit: Commit, recipe: Recipe, weights: str) -> Mapping[str, Tensor]:
     """Return the weights to export, read one tensor at a time."""
     # Masks change during training, so a mean of such weights is less sparse than each.
     if weights != TRAINED and any(part.sparsity for part in recipe.parts):
@@ -158,7 +158,7 @@ def _state(run: Storage, commit: Commit, recipe: Recipe, weights: str) -> Mappin
     return read_weights(run, commit, weights)
 
 
-def _evaluated_weights(recipe: Recipe) -> str:
+def _weights_of_evaluations(recipe: Recipe) -> str:
     """Return which weights the run's evaluations used."""
     return AVERAGE if recipe.average and recipe.average.evaluated else TRAINED
 
@@ -210,14 +210,14 @@ def model_card(
         checkpoint=commit.folder,
         checkpoint_sha256=hashlib.sha256(marker).hexdigest(),
         mlflow_run_id=identity.mlflow_run_id,
-        digest=_digest(run, commit),
+        digest=_samples_digest(run, commit),
         parent=identity.parent,
         data=manifests,
         recipe=recipe.model_dump(mode="json"),
     )
 
 
-def _digest(run: Storage, commit: Commit) -> str | None:
+def _samples_digest(run: Storage, commit: Commit) -> str | None:
     """Return the audit digest of all steps up to a commit; None if the history is unreadable or
     empty."""
     try:
@@ -229,7 +229,7 @@ def _digest(run: Storage, commit: Commit) -> str | None:
     return digest_of(steps) if steps else None
 
 
-def _parameters(folder: Path) -> int | None:
+def _count_parameters(folder: Path) -> int | None:
     """Return the number of values in a folder's weight files; None if it has none of that name."""
     return num_numbers(folder) if any(folder.glob("model*.safetensors")) else None
 
@@ -248,12 +248,12 @@ def _write_atomically(out: Path) -> Iterator[Path]:
             with target.exclusive() as is_alone:
                 if not is_alone:
                     raise UserError(f"--out: {out}: another command is writing there")
-                check_free(out)  # again: another command may have begun there
+                check_free(out)  # again, as another command may have written meanwhile
                 yield from _fill_and_move(out)
         except OSError as error:
             # An OSError can also be about the checkpoint that is read.
             is_ours = str(error.filename or out).startswith(str(out))
-            reason = error.strerror if is_ours else error  # the second names the other file
+            reason = error.strerror if is_ours else error  # `error` names the other file
             raise UserError(f"--out: {out}: cannot be written ({reason})") from None
 
 
@@ -264,8 +264,8 @@ def _fill_and_move(out: Path) -> Iterator[Path]:
         folder = Path(scratch) / "model"
         yield folder
         _respect_umask(folder)
-        # Nothing loads a folder without config.json, so it comes last: an export that is killed here
-        # cannot pass as complete without its tokenizer or its masks.
+        # Nothing loads a folder without config.json. It comes last, so that an export that is
+        # killed here cannot pass as complete without its tokenizer or its masks.
         for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
             path.rename(out / path.name)
 
@@ -384,13 +384,13 @@ class HubRepository:
             raise UserError(f"{self._shown}: {_first_line(error)}") from None
         except HfHubHTTPError as error:
             status = f"{error.response.status_code} {error.response.reason_phrase}"
-            said = error.server_message or "no reason given"
+            message = error.server_message or "no reason given"
             raise UserError(
-                f"{self._shown}: refused by {self._api.endpoint}: {status}: {_shorten(said)}"
+                f"{self._shown}: refused by {self._api.endpoint}: {status}: {_shorten(message)}"
             ) from None
         except (OSError, RuntimeError, ValueError) as error:
             raise UserError(f"{self._shown}: {self._api.endpoint}: {_first_line(error)}") from error
-        except Exception as error:  # the client's transport has errors of its own
+        except Exception as error:  # the HTTP transport's errors have no common base
             if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "httpcore2"):
                 raise
             raise UserError(

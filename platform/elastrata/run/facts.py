@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Return the commit of the working directory's repository; None if there is none."""
+    """Return the commit of the working directory's repository; None without a repository."""
     try:
         found = subprocess.run(
             ["git", "rev-parse", "HEAD"],

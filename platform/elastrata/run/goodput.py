@@ -19,7 +19,7 @@ _PLANNED = ("resize", "drain", "stop")
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Seconds from the first group's start to the last entry, by what they were spent on.
+    """Seconds from the first group's start to the last entry, by activity.
 
     The time in which the run had ended is not included. No value is negative, even if clocks
     jumped, and the values add up to the total.
@@ -178,11 +178,11 @@ def time_to_target(entries: Sequence[Entry], target: TargetConfig) -> TimeToTarg
         **target.model_dump(),
         reached=first is not None,
         value=value if math.isfinite(value) else None,
-        **(_counts(entries, first) if first else {}),
+        **(_counts_at(entries, first) if first else {}),
     )
 
 
-def _counts(entries: Sequence[Entry], evaluation: Entry) -> dict[str, Any]:
+def _counts_at(entries: Sequence[Entry], evaluation: Entry) -> dict[str, Any]:
     """Return the counts and times of the run at an evaluation."""
     steps = [s for s in history.effective_steps(entries) if s["step"] <= evaluation["step"]]
     groups = attempts(entries)

@@ -94,11 +94,13 @@ class ModelCard:
 
     def _introduction(self) -> str:
         size = "" if self.parameters is None else f" of {self.parameters:,} parameters"
-        begun = "" if self.parent is None else f", begun with other weights, `{self._parent()}`"
+        begun_text = (
+            "" if self.parent is None else f", begun with other weights, `{self._parent()}`"
+        )
         return (
             f"A `{self.recipe['workload']['name']}`{size}, pre-trained with Elastrata "
             f"{self.version}: {self.steps:,} steps, {self.samples:,} samples, {self.tokens:,} "
-            f"tokens{begun}. Its weights are in {self.dtype}."
+            f"tokens{begun_text}. Its weights are in {self.dtype}."
         )
 
     def _parent(self) -> str:
@@ -134,21 +136,21 @@ class ModelCard:
     def _provenance(self) -> list[tuple[str, str]]:
         facts = {
             "checkpoint": f"`{self.checkpoint}`",
-            "its weights": "" if self.weights == "trained" else _code(self.weights),
+            "its weights": "" if self.weights == "trained" else _as_code(self.weights),
             "SHA-256 of its marker": f"`{self.checkpoint_sha256}`",
-            "digest of all samples, step by step (`elastrata audit`)": _code(self.digest),
-            "SHA-256 of the weights it began with": _code(
+            "digest of all samples, step by step (`elastrata audit`)": _as_code(self.digest),
+            "SHA-256 of the weights it began with": _as_code(
                 self.parent.sha256 if self.parent else None
             ),
-            "MLflow run": _code(self.mlflow_run_id),
-            "tokenizer": _code(self.data[0].tokenizer_fingerprint),
+            "MLflow run": _as_code(self.mlflow_run_id),
+            "tokenizer": _as_code(self.data[0].tokenizer_fingerprint),
         }
         # Unknown facts are empty and left out.
         return [(what, value) for what, value in facts.items() if value]
 
 
 def what_is_learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe values that determine what is learned, not where or how it is computed."""
+    """Return the recipe values that affect learning, without those about location and execution."""
     values: dict[str, Any] = _drop_changeable(dict(recipe), "")
     return values
 
@@ -167,7 +169,7 @@ def _drop_changeable(tree: Any, path: str) -> Any:
     }
 
 
-def _code(text: str | None) -> str:
+def _as_code(text: str | None) -> str:
     return f"`{text}`" if text else ""
 
 

@@ -47,7 +47,7 @@ def lives(pid: int, start: int | None) -> bool | None:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # another user's
+        pass  # the process exists, but is another user's
     status = stat(pid)
     # Zombies (Z) and dead processes (X) no longer run; another start time means that the PID was
     # reused.
@@ -66,7 +66,7 @@ def here() -> tuple[str | None, str | None]:
 def stat(pid: int) -> tuple[str, int] | None:
     """Return the state and start time of a process; None if the system does not reveal them."""
     with suppress(OSError):
-        # The name, in brackets, may hold anything, bytes that are no text included.
+        # The process name, in brackets, may contain brackets, spaces and bytes that are not text.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
         # Fields 3 (state) and 22 (starttime) of proc(5).
         return fields[0], int(fields[19])

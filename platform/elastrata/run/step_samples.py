@@ -86,12 +86,12 @@ def step_samples(
 
 
 def _samples_of_data_set(
-    taken: Taken, text: Mapping[str, Sequence[str]]
+    part: Taken, text: Mapping[str, Sequence[str]]
 ) -> tuple[list[StepSample], int]:
     """Return a step's samples of one data set, and their part of the step's digest."""
-    storage = Storage(taken.data_set.url)
+    storage = Storage(part.data_set.url)
     manifest = Manifest.read(storage)
-    if manifest.fingerprint != taken.data_set.fingerprint:
+    if manifest.fingerprint != part.data_set.fingerprint:
         raise UserError(
             f"{storage.uri()}: not the data set any more that the run was trained on; prepared "
             "again from the same text in the same way, it is"
@@ -99,10 +99,10 @@ def _samples_of_data_set(
     order = Order(
         num_samples=manifest.samples,
         stripe_size=manifest.stripe_size,
-        window_stripes=taken.phase.window_stripes,
-        seed=taken.phase.seed,
+        window_stripes=part.phase.window_stripes,
+        seed=part.phase.seed,
     )
-    places = order.places(*taken.span)
+    places = order.places(*part.span)
     table, index = Stripes(storage, manifest).rows(places)
     ids = table["sample_id"].to_numpy()[index]
     lengths = table["length"].to_numpy()[index]
@@ -131,7 +131,7 @@ def _samples_of_data_set(
         )
     ]
     # The digest of a mixture distinguishes equal ids of different sources.
-    identities = ids if taken.source is None else mixed_ids(taken.source, ids)
+    identities = ids if part.source is None else mixed_ids(part.source, ids)
     return samples, digest(identities)
 
 

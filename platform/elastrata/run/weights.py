@@ -42,7 +42,7 @@ def read_weights(run: Storage, commit: Commit, wanted: str) -> Mapping[str, Tens
         return _average(checkpoints, commit)
     if mean := _MEAN.fullmatch(wanted):
         saved = last_commits(run, commit, int(mean[1]))
-        return _Mean([ModelTensors(checkpoints, one) for one in saved])
+        return _MeanModel([ModelTensors(checkpoints, one) for one in saved])
     raise UserError(
         f"--weights: {wanted}: expected trained, average, or the mean of some checkpoints, such as "
         f"mean:5{nearest(wanted, _KINDS)}"
@@ -84,10 +84,10 @@ def _average(checkpoints: Storage, commit: Commit) -> Mapping[str, Tensor]:
             f"--weights: {AVERAGE}: checkpoint {checkpoints.uri(commit.folder)} has none: expected "
             "a run whose recipe has the section average"
         )
-    return _Averaged(averages, ModelTensors(checkpoints, commit))
+    return _AveragedModel(averages, ModelTensors(checkpoints, commit))
 
 
-class _Averaged(Mapping[str, Tensor]):
+class _AveragedModel(Mapping[str, Tensor]):
     """The averages of a model's tensors; tensors without an average are returned as they are."""
 
     def __init__(self, averages: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
@@ -107,7 +107,7 @@ class _Averaged(Mapping[str, Tensor]):
         return len(self._model)
 
 
-class _Mean(Mapping[str, Tensor]):
+class _MeanModel(Mapping[str, Tensor]):
     """The mean of each floating-point tensor over several models; other tensors are the first
     model's."""
 
@@ -118,10 +118,10 @@ class _Mean(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         first, *others = self._models
         newest = first[name]
-        # Integer buffers such as position ids are the same in every checkpoint.
+        # Integer buffers cannot be averaged: take the newest checkpoint's.
         if not newest.is_floating_point():
             return newest
-        # Added up in fp64, so that the result does not depend on rounding of the sum.
+        # Added up in fp64, to avoid rounding errors in the sum.
         total = newest.double()
         for model in others:
             total += model[name]

@@ -381,14 +381,14 @@ def held_out_losses(evaluations: Steps, path: Path) -> None:
         path: PNG file to write.
     """
     figure, axes = canvas("Held-out losses", "tokens", "loss (nats)")
-    _held_out_curves(axes, evaluations, lambda one: {"all": one["eval/loss"]}, _all_red, "-")
-    _held_out_curves(axes, evaluations, losses_by_source, _shades, "-")
-    _held_out_curves(axes, evaluations, losses_by_set, _shades, "--")
+    _draw_held_out(axes, evaluations, lambda one: {"all": one["eval/loss"]}, _all_red, "-")
+    _draw_held_out(axes, evaluations, losses_by_source, _shades, "-")
+    _draw_held_out(axes, evaluations, losses_by_set, _shades, "--")
     axes.legend(frameon=False, labelcolor=INK)
     save(figure, path)
 
 
-def _held_out_curves(
+def _draw_held_out(
     axes: Any,
     evaluations: Steps,
     losses_of: Callable[[Mapping[str, float]], Mapping[str, float]],
