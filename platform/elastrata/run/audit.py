@@ -112,6 +112,7 @@ def expectation(
 
 
 def _sample_ids(data: Storage, manifest: Manifest, shard: FileEntry) -> U64:
+    """Return the ids of a shard's samples."""
     with open_shard(data, manifest, shard) as reader:
         # Only the column of ids is read, not the tokens.
         ids: U64 = reader.read(["sample_id"], use_threads=False)["sample_id"].to_numpy()
@@ -132,8 +133,7 @@ def _merge_batches(batches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _split_by_epoch(first: int, count: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the epoch, first position and length of a span's part in each epoch of `size`
-    positions."""
+    """Yield epoch, first position and length of a span's part in each epoch of `size` positions."""
     stop = first + count
     while first < stop:
         epoch = first // size
@@ -211,6 +211,7 @@ def relative_difference(a: float, b: float) -> float:
 def _difference(
     number: int, one: Step | None, two: Step | None, tolerance: float
 ) -> Difference | None:
+    """Return how a step differs between two runs; None if it does not."""
     if one is None or two is None:
         digests = (one["digest"] if one else None, two["digest"] if two else None)
         return Difference(step=number, what="missing", values=digests)

@@ -1,5 +1,4 @@
-"""Cross-checks of a run's history and its checkpoints, and the choice of a checkpoint by the
-user."""
+"""Cross-checks of a run's history and checkpoints, and the user's choice of a checkpoint."""
 
 from __future__ import annotations
 
@@ -210,6 +209,7 @@ def _is_counting(lineage: Lineage, folder: str) -> bool:
 
 
 def _parse_folder(folder: object) -> FolderName | None:
+    """Return the parsed name of a checkpoint's folder; None if it is invalid."""
     return FolderName.parse(folder) if isinstance(folder, str) else None
 
 
@@ -295,8 +295,9 @@ def _removal_advice(saved: tuple[Commit, ...]) -> str:
 
 
 def chosen_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commit:
-    """Return the checkpoint given as `newest`, `best`, a step or a folder name, without checking
-    files.
+    """Return the checkpoint given as `newest`, `best`, a step or a folder name.
+
+    Its files are not checked.
 
     Args:
         run: the run's folder.

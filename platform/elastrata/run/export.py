@@ -1,5 +1,4 @@
-"""Export of a run's model to a folder that transformers loads, and upload to the Hugging Face
-Hub."""
+"""Export of a run's model as a transformers folder, and upload to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -133,8 +132,12 @@ def check_free(out: Path) -> None:
 
 
 def loadable(model: ExportedModel, scratch: Path) -> LoadableModel:
-    """Write the files that MLflow needs to load an export into `scratch`; return both as one
-    model."""
+    """Return an export in the form that MLflow stores.
+
+    Args:
+        model: the export.
+        scratch: folder for the additional files that MLflow needs.
+    """
     task = model.recipe.workload.exported_as.task
     write_mlmodel(scratch, model.path, task=task, dtype=model.dtype)
     return LoadableModel(
@@ -218,8 +221,7 @@ def model_card(
 
 
 def _samples_digest(run: Storage, commit: Commit) -> str | None:
-    """Return the audit digest of all steps up to a commit; None if the history is unreadable or
-    empty."""
+    """Return the audit digest of all steps up to a commit; None without a readable history."""
     try:
         # A model can be exported even if the history of its run is damaged.
         entries = history.read(run.sub("history"))
@@ -258,8 +260,8 @@ def _write_atomically(out: Path) -> Iterator[Path]:
 
 
 def _fill_and_move(out: Path) -> Iterator[Path]:
-    # Inside `out`, so that renames stay on one file system.
     """Yield a temporary folder inside `out`, and move its files to `out` afterwards."""
+    # Inside `out`, so that renames stay on one file system.
     with TemporaryDirectory(dir=out, prefix=EXPORTING) as scratch:
         folder = Path(scratch) / "model"
         yield folder

@@ -328,8 +328,7 @@ def _comparable_values(recipe: Recipe, other: Recipe) -> dict[str, Any]:
 
 
 def _only_extends(key: str, before: Recipe, now: Recipe) -> bool:
-    """Return whether a difference only makes the run longer, without changing steps already
-    done."""
+    """Return whether a difference makes the run longer and changes no step already done."""
     if phase := re.match(r"phases\.(\d+)\.", key):
         # Only phases after the existing ones may be added.
         return int(phase[1]) >= len(before.parts)

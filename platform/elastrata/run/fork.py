@@ -169,14 +169,16 @@ def taken_by(
 def taken_after(
     step: int, phases: Sequence[PhaseSummary], identity: RunIdentity, run: Storage
 ) -> tuple[dict[str, PhaseSummary], dict[str, int]]:
-    """Return, by data set fingerprint, the last phase with the data set and the samples taken of
-    it.
+    """Return the samples taken of each data set, by its fingerprint, with its last phase.
 
     Args:
         step: number of steps after which samples are counted.
         phases: the phases of the run's recipe.
         identity: the run's identity.
         run: the run's folder.
+
+    Returns:
+        The last phase that uses each data set, and the samples taken of each.
 
     Raises:
         UserError: see `taken_by`.
@@ -271,8 +273,8 @@ def _find_gaps(spans: Mapping[str, Sequence[Span]], origin: ForkOrigin) -> list[
     """Return one line for each data set of which the ancestors took another number of samples."""
     num_taken = {key: sum(count for _, count in spans.get(key, ())) for key in origin.positions}
     return [
-        f"{origin.url}: {num_taken[key]:,} samples of the data set {key[:12]} were taken, but the fork "
-        f"goes on behind {count:,}"
+        f"{origin.url}: {num_taken[key]:,} samples of the data set {key[:12]} were taken, but the "
+        f"fork goes on behind {count:,}"
         for key, count in origin.positions.items()
         if num_taken[key] != count
     ]
@@ -346,6 +348,7 @@ def begin_fork(fork: Fork) -> None:
 
 
 def _write(fork: Fork) -> None:
+    """Write the fork's checkpoint, history, recipe and identity."""
     origin = fork.origin
     # A parent that died may have left lines in the commit only; write them, as the audit of the
     # fork reads the parent's history. A live parent writes its own.

@@ -134,10 +134,10 @@ class Ownership:
         self._thread.join(_CLOSING_SECONDS)
 
     def _keep_alive(self) -> None:
+        """Write heartbeats until the run is released or lost."""
         # All writing is done here, so that no late beat can undo the release.
         # The first check is early: two drivers that started together on a store without locks both
         # may believe that they are alone.
-        """Write heartbeats until the run is released or lost."""
         wait = min(_FIRST_LOOK_SECONDS, self._owner.beat_seconds)
         while not self._ending.wait(wait):
             wait = self._owner.beat_seconds
@@ -347,6 +347,7 @@ def _still_beats(run: Storage, owner: Owner, seconds: float) -> bool:
 
 
 def _in_use_message(run: Storage, owner: Owner) -> str:
+    """Return the message about a run that another driver owns."""
     return (
         f"{run.uri()}: driven by {owner}; wait for its end, stop it there (kill {owner.pid}), "
         "or choose another --name"

@@ -40,8 +40,7 @@ def this_process() -> Process | None:
 
 
 def lives(pid: int, start: int | None) -> bool | None:
-    """Return whether a process with this PID and start exists here; None if the system does not
-    say."""
+    """Return whether a process with this PID and start exists here; None if unknown."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -219,8 +219,7 @@ def recoveries(entries: Sequence[Entry]) -> list[Recovery]:
 
 
 def _seconds_unrecorded(entries: Sequence[Entry], lost: Sequence[int]) -> float | None:
-    """Return how long lost groups may have done unrecorded steps; None if unknown for any of
-    them."""
+    """Return how long lost groups may have done unrecorded steps; None if unknown."""
     unheard = {
         entry["attempt"]: float(entry["seconds_unheard"])
         for entry in entries

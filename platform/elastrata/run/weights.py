@@ -1,5 +1,4 @@
-"""Weights to export or evaluate: a checkpoint's own, their running average, or a mean of
-checkpoints."""
+"""Weights to export or evaluate: a checkpoint's own, its average, or a mean of checkpoints."""
 
 from __future__ import annotations
 
@@ -108,8 +107,7 @@ class _AveragedModel(Mapping[str, Tensor]):
 
 
 class _MeanModel(Mapping[str, Tensor]):
-    """The mean of each floating-point tensor over several models; other tensors are the first
-    model's."""
+    """The mean of floating-point tensors over several models; other tensors are the first's."""
 
     def __init__(self, models: Sequence[Mapping[str, Tensor]]) -> None:
         self._models = models

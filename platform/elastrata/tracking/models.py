@@ -1,5 +1,4 @@
-"""Models in MLflow: checkpoints, recorded by reference, and exports, stored so that MLflow loads
-them."""
+"""Models in MLflow: checkpoints, recorded by reference, and exports, stored to be loaded."""
 
 from __future__ import annotations
 

@@ -412,6 +412,7 @@ def _source_names(steps: Steps) -> list[str]:
 
 
 def _tokens(step: Mapping[str, Any]) -> Mapping[str, int]:
+    """Return a step's tokens by source; empty without sources."""
     found: Mapping[str, int] = step.get("batch_tokens_by_source") or {}
     return found
 

@@ -182,8 +182,8 @@ def _is_empty(database: sqlite3.Connection, tables: set[str]) -> bool:
 
 
 def _has_rows(database: sqlite3.Connection, table: str) -> bool:
-    # SQLite cannot bind table names as parameters.
     """Return whether a table has rows."""
+    # SQLite cannot bind table names as parameters.
     quoted = table.replace('"', '""')
     return database.execute(f'SELECT 1 FROM "{quoted}" LIMIT 1').fetchone() is not None
 

@@ -262,8 +262,7 @@ class Tracker:
         self._outbox.put(lambda: self._models.log_output(self.run_id, uri, step))
 
     def register_checkpoint(self, uri: str, name: str) -> None:
-        """Register a recorded checkpoint once, as the newest version of a model, with the alias
-        `best`.
+        """Register a recorded checkpoint once as a model's newest version, with the alias `best`.
 
         Only software that reads Elastrata checkpoints can load it.
         """
@@ -276,8 +275,7 @@ class Tracker:
         self._outbox.put(register)
 
     def register_export(self, model: LoadableModel, name: str) -> None:
-        """Store an export and register it once, as the newest version of a model, with the alias
-        `best`.
+        """Store an export and register it once as a model's newest version, with the alias `best`.
 
         MLflow loads it as `models:/NAME@best`. The folder of the export must exist until `finish`.
         """
@@ -431,8 +429,8 @@ def open_tracker(
 
 
 def _first_tags(earlier_run_id: str | None) -> dict[str, str]:
-    # The client API does not set the user, which MLflow's pages show.
     """Return the tags of a new MLflow run."""
+    # The client API does not set the user, which MLflow's pages show.
     user = {"mlflow.user": getpass.getuser()}
     return user | ({"continues_run": earlier_run_id} if earlier_run_id else {})
 
