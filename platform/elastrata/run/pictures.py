@@ -83,7 +83,7 @@ def evaluations(
 def losses(
     entries: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return training and held-out losses, without steps that were rolled back.
+    """Return the training losses of the effective steps, and all held-out losses.
 
     Args:
         entries: the run's history.
