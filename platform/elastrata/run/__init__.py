@@ -1,1 +1,1 @@
-"""A run on storage: its folder, its owner, its history, and what they tell."""
+"""A run on storage: its folder, owner and history, and what can be derived from them."""

@@ -1,4 +1,4 @@
-"""The audit: what a run's history and its data set prove about what it has seen."""
+"""The audit of a run: checks of its history against its data sets, sample by sample."""
 
 from __future__ import annotations
 
@@ -35,40 +35,42 @@ from elastrata_pipelines.storage import Storage
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """The samples at every position of a run."""
+    """The samples expected at every position of a run."""
 
     order: Order
     sample_ids: U64
     """The ids of all samples in stored order (stripe after stripe), shape [num_samples]."""
 
     def digest_of(self, first: int, count: int) -> str:
-        """The digest of the samples at positions first .. first + count - 1, as records have it."""
+        """Return the digest of samples first .. first + count - 1, in the format of records."""
         return f"{self.part_of_digest(first, count):016x}"
 
     def part_of_digest(self, first: int, count: int, source: int | None = None) -> int:
-        """The digest of the samples at positions first .. first + count - 1; digests of parts of a
-        step add up to its own.
+        """Return the digest of the samples at positions first .. first + count - 1.
+
+        Digests of the parts of a step add up to the step's digest.
 
         Args:
-            first: position.
-            count: of samples.
-            source: their number in the step's mixture; None: it is none.
+            first: position of the first sample.
+            count: number of samples.
+            source: number of their source in the step's mixture; None without a mixture.
         """
         ids = self.sample_ids[self._places(first, count)]
         return digest(ids if source is None else mixed_ids(source, ids))
 
     def partition_problems(self, batches: Sequence[tuple[int, int]]) -> list[str]:
-        """One line for every epoch whose samples do not each occur once.
+        """Return one line for every epoch in which a sample is missing or occurs twice.
 
         Args:
-            batches: first position and number of samples of every step. The last epoch they
-                reach may be incomplete: there, no sample may occur twice.
+            batches: first position and number of samples of every step. The last epoch that they
+                reach may be incomplete.
         """
         size = self.order.num_samples
         stop = max((first + count for first, count in batches), default=0)
         spans: dict[int, list[tuple[int, int]]] = {}
-        for first, count in _joined(batches):
-            for epoch, start, length in _cut(first, count, size):
+        for first, count in _merge_batches(batches):
+            for epoch, start, length in _split_by_epoch(first, count, size):
+                # A step may end one epoch and begin the next.
                 spans.setdefault(epoch, []).append((start, length))
         problems = []
         for epoch in sorted(spans):
@@ -76,12 +78,13 @@ class Expectation:
             counts = np.bincount(places, minlength=size)
             if twice := int((counts > 1).sum()):
                 problems.append(f"epoch {epoch}: {twice:,} samples seen more than once")
+            # Only a complete epoch must contain every sample.
             if stop >= (epoch + 1) * size and (never := int((counts == 0).sum())):
                 problems.append(f"epoch {epoch}: {never:,} samples never seen")
         return problems
 
     def _places(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Where the samples at so many positions are in stored order."""
+        """Return the indices, in stored order, of the samples at consecutive positions."""
         places = self.order.places(first, count)
         return places.stripes * self.order.stripe_size + places.rows
 
@@ -89,8 +92,9 @@ class Expectation:
 def expectation(
     data: Storage, manifest: Manifest, *, seed: int, window_stripes: int
 ) -> Expectation:
-    """The samples that a run on that data set must see. Reads the ids of all samples, eight bytes
-    each.
+    """Return the samples that a run on a data set must see.
+
+    It reads the ids of all samples, eight bytes each.
 
     Raises:
         UserError: a shard is missing or damaged.
@@ -108,15 +112,17 @@ def expectation(
 
 
 def _sample_ids(data: Storage, manifest: Manifest, shard: FileEntry) -> U64:
+    """Return the ids of a shard's samples."""
     with open_shard(data, manifest, shard) as reader:
+        # Only the column of ids is read, not the tokens.
         ids: U64 = reader.read(["sample_id"], use_threads=False)["sample_id"].to_numpy()
     if len(ids) != shard.samples:
         raise UserError(f"{data.uri(shard.path)}: {len(ids)} samples, expected {shard.samples}")
     return ids
 
 
-def _joined(batches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The batches as few spans of positions: those that follow on one another become one."""
+def _merge_batches(batches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge consecutive batches into as few spans of positions as possible."""
     spans: list[tuple[int, int]] = []
     for first, count in batches:
         if spans and sum(spans[-1]) == first:
@@ -126,8 +132,8 @@ def _joined(batches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return spans
 
 
-def _cut(first: int, count: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Epoch, first position and length of a span's part in every epoch of `size` positions."""
+def _split_by_epoch(first: int, count: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield epoch, first position and length of a span's part in each epoch of `size` positions."""
     stop = first + count
     while first < stop:
         epoch = first // size
@@ -141,7 +147,7 @@ Step = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Where two runs differ first. `values`: what each of them has; None where it has none."""
+    """The first difference between two runs; a value is None if its run has none."""
 
     step: int
     what: Literal["digest", "loss", "missing"]
@@ -150,24 +156,23 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How two runs compare."""
+    """The result of comparing two runs."""
 
     equal: bool
-    """Whether they have the same steps, with the same samples in each."""
+    """Whether both have the same steps, with the same samples in each."""
     first_difference: Difference | None
-    """None also means that no loss differs by more than the tolerance."""
+    """None if the runs are equal and no loss differs by more than the tolerance."""
     max_relative_loss_difference: float
-    """Over all steps of both in which both losses are finite."""
+    """Over all common steps in which both losses are finite."""
 
 
 def compare(first: Sequence[Step], second: Sequence[Step], *, tolerance: float) -> Comparison:
-    """Compares the effective steps of two runs.
+    """Compare the effective steps of two runs.
 
     Args:
-        first: of one run.
-        second: of the other.
-        tolerance: the largest relative difference of two losses that is none. The same sums in
-            another order differ a little.
+        first: steps of one run.
+        second: steps of the other run.
+        tolerance: relative tolerance when comparing losses.
     """
     one, two = ({step["step"]: step for step in steps} for steps in (first, second))
     numbers = sorted(one.keys() | two.keys())
@@ -175,6 +180,7 @@ def compare(first: Sequence[Step], second: Sequence[Step], *, tolerance: float) 
     losses = [(one[k]["loss"], two[k]["loss"]) for k in one.keys() & two.keys()]
     return Comparison(
         equal=one.keys() == two.keys() and all(one[k]["digest"] == two[k]["digest"] for k in one),
+        # Lazily: only the first difference is computed.
         first_difference=next((difference for difference in found if difference), None),
         max_relative_loss_difference=max(
             (relative_difference(*pair) for pair in losses if all(map(math.isfinite, pair))),
@@ -184,15 +190,19 @@ def compare(first: Sequence[Step], second: Sequence[Step], *, tolerance: float) 
 
 
 def digest_of(steps: Sequence[Step]) -> str:
-    """One digest of the samples of all these steps, in order: SHA-256 of a line `STEP DIGEST` for
-    each. Runs that have it in common were trained on the same samples, in the same steps."""
+    """Return one digest of the samples of all steps: SHA-256 of a line `STEP DIGEST` per step.
+
+    Runs with equal digests were trained on the same samples in the same steps.
+    """
     lines = (f"{step['step']} {step['digest']}\n" for step in steps)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def relative_difference(a: float, b: float) -> float:
-    """|a - b| over the larger of |a| and |b|; infinite where just one of them is finite, and 0
-    where neither is."""
+    """Return |a - b| / max(|a|, |b|).
+
+    The result is infinite if only one of them is finite, and 0 if neither is.
+    """
     if not (math.isfinite(a) and math.isfinite(b)):
         return 0.0 if math.isfinite(a) == math.isfinite(b) else math.inf
     return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
@@ -201,64 +211,68 @@ def relative_difference(a: float, b: float) -> float:
 def _difference(
     number: int, one: Step | None, two: Step | None, tolerance: float
 ) -> Difference | None:
+    """Return how a step differs between two runs; None if it does not."""
     if one is None or two is None:
         digests = (one["digest"] if one else None, two["digest"] if two else None)
         return Difference(step=number, what="missing", values=digests)
     if one["digest"] != two["digest"]:
         return Difference(step=number, what="digest", values=(one["digest"], two["digest"]))
+    # The same sums in another order differ a little, so losses get a tolerance, digests none.
     if relative_difference(one["loss"], two["loss"]) > tolerance:
-        values = (_or_none(one["loss"]), _or_none(two["loss"]))
+        values = (_finite_or_none(one["loss"]), _finite_or_none(two["loss"]))
         return Difference(step=number, what="loss", values=values)
     return None
 
 
-def _or_none(value: float) -> float | None:
-    """JSON knows no number that is not finite."""
+def _finite_or_none(value: float) -> float | None:
+    """Return the value, or None if it is not finite."""
+    # JSON has no number that is not finite.
     return value if math.isfinite(value) else None
 
 
 Entry = Mapping[str, Any]
+# Histories can be edited by hand: without a limit, a huge number would overflow in numpy.
 _FURTHEST = 2**62
-"""No position is beyond: arithmetic on positions is done in 64 bits."""
+"""Limit of positions, because arithmetic on them is done in 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataCheck:
-    """Whether the data set could be asked what every step must have seen."""
+    """Whether a data set could be used to check the steps."""
 
     state: Literal["checked", "missing", "changed", "damaged"]
     text: str
-    """Why not, for people; empty where it could."""
+    """Why it could not, for display; empty otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """The findings about one run."""
+    """The result of auditing one run."""
 
     run: str
     steps: tuple[Entry, ...]
-    """The steps that made the model what it is, in order."""
+    """The effective steps, in order."""
     attempts: tuple[Attempt, ...]
     data: DataCheck
-    """The verdict on all its data sets: that of the first one that could not be asked."""
+    """The first failed check of a data set, or that all were checked."""
     digests_checked: int
-    """Steps whose digest was compared with what their data set gives."""
+    """Number of steps whose digest was compared with their data sets."""
     epochs: tuple[float, ...]
-    """How often each data set that could be read was gone through."""
+    """For each readable data set, how many times it was read."""
     inherited: Inherited
-    """The steps that the run has from another one."""
+    """The steps that the run has from its ancestors."""
     parent: Parent | None
-    """The weights that it began with; None: drawn ones."""
+    """The initial weights; None: initialised at random."""
     problems: tuple[str, ...]
-    """A line each; none: every sample was seen as it should be."""
+    """One line for each problem; empty if every sample was seen as intended."""
 
     @property
     def partition_ok(self) -> bool:
-        """Whether every step is there once, with its own samples: each once in every epoch."""
+        """Whether every step exists once, with its own samples, each once in every epoch."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {
             "run": self.run,
             "partition_ok": self.partition_ok,
@@ -274,37 +288,41 @@ class Audit:
 
 
 def audit(run: Storage) -> Audit:
-    """Checks a run's history against itself and against the run's data set.
+    """Check a run's history against itself and against the run's data sets.
 
     Raises:
-        UserError: there is no such run, it has no history yet, or its history was altered so that
-            it cannot be read.
+        UserError: there is no such run, it has no history yet, or its history was altered and
+            cannot be read.
     """
     identity = read_identity(run)
     if identity is None:
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
-    found = evidence(run)
-    entries = found.history.entries
+    run_evidence = evidence(run)
+    entries = run_evidence.history.entries
     steps = history.effective_steps(entries)
     if not steps:
         raise UserError(f"{run.uri('history')}: no step is on record yet")
+    # A fork's epochs begin with the samples that its ancestors took.
     before, origin = inherited(identity.origin, entries, run.uri()), identity.origin
     begin = (origin.step, origin.samples) if origin else (0, 0)
-    problems = [*found.problems, *recipe_problems(run, identity), *before.problems]
+    problems = [*run_evidence.problems, *recipe_problems(run, identity), *before.problems]
     problems += [*sequence_problems(entries, begin[0]), *position_problems(steps, begin)]
     phases = read_summary(run).phases
-    taken = taken_by(steps, phases, identity, run.uri(RUN_FILE))
-    expected, states = _expectations(taken)
-    known = [
+    parts_by_step = taken_by(steps, phases, identity, run.uri(RUN_FILE))
+    expected, states = _read_expectations(parts_by_step)
+    # Parts that are impossible or of unusable data sets are reported elsewhere.
+    checkable_steps = [
         (step, parts)
-        for step, parts in zip(steps, taken, strict=True)
-        if parts and all(_is_within_reach(part, expected.get(part.data_set)) for part in parts)
+        for step, parts in zip(steps, parts_by_step, strict=True)
+        if parts and all(_is_possible(part, expected.get(part.data_set)) for part in parts)
     ]
-    problems += digest_problems(known, expected)
+    problems += digest_problems(checkable_steps, expected)
     epochs = list[float]()
     for data_set, samples in expected.items():
         earlier = before.spans.get(data_set.fingerprint, ())
-        spans = [part.span for _, parts in known for part in parts if part.data_set == data_set]
+        spans = [
+            part.span for _, parts in checkable_steps for part in parts if part.data_set == data_set
+        ]
         problems += samples.partition_problems([*earlier, *spans])
         epochs.append(sum(count for _, count in [*earlier, *spans]) / samples.order.num_samples)
     return Audit(
@@ -312,7 +330,7 @@ def audit(run: Storage) -> Audit:
         steps=tuple(steps),
         attempts=tuple(attempts(entries)),
         data=states[0] if states else DataCheck(state="checked", text=""),
-        digests_checked=len(known),
+        digests_checked=len(checkable_steps),
         epochs=tuple(epochs),
         parent=identity.parent,
         inherited=before,
@@ -321,8 +339,7 @@ def audit(run: Storage) -> Audit:
 
 
 def sequence_problems(entries: Sequence[Entry], first: int = 0) -> list[str]:
-    """One line for steps that are missing or twice in the effective history, which begins after
-    step `first`."""
+    """Return one line for steps after `first` that are missing or duplicated."""
     surviving = history.surviving_steps(entries)
     numbers = sorted(step["step"] for step in surviving)
     problems = []
@@ -334,17 +351,19 @@ def sequence_problems(entries: Sequence[Entry], first: int = 0) -> list[str]:
         elif number > before + 2:
             problems.append(f"steps {before + 1} to {number - 1}: missing in the history")
     started = {entry["attempt"] for entry in entries if entry["kind"] == "started"}
+    # A start that is missing shows that the first part of the attempt is lost or altered.
     orphans = {entry["attempt"] for entry in entries if entry["kind"] == "step"} - started
     return problems + [f"attempt {number}: has steps, but no start" for number in sorted(orphans)]
 
 
 def position_problems(steps: Sequence[Entry], begin: Span = (0, 0)) -> list[str]:
-    """One line for every step that does not begin at the position where the one before it ended.
+    """Return one line for every step that does not begin at the end of the previous step.
 
     Args:
-        steps: the effective steps. Those after a missing one are not blamed for it.
-        begin: steps and samples before the first.
+        steps: the effective steps. A step after a missing one is not reported.
+        begin: steps and samples before the first step.
     """
+    # By step number, so that a step after a missing one is not blamed for it.
     ends = dict([begin]) | {step["step"]: step["samples"] for step in steps}
     problems = []
     for step in steps:
@@ -362,15 +381,16 @@ def position_problems(steps: Sequence[Entry], begin: Span = (0, 0)) -> list[str]
 def digest_problems(
     steps: Iterable[tuple[Entry, Sequence[Taken]]], expected: Mapping[DataSet, Expectation]
 ) -> list[str]:
-    """One line for every step that saw other samples than it must.
+    """Return one line for every step that saw other samples than expected.
 
     Args:
-        steps: with what each took of which data sets.
-        expected: of each data set.
+        steps: each step with the samples it took of each data set.
+        expected: the expected samples of each data set.
     """
     problems = []
     for step, parts in steps:
         sums = (expected[part.data_set].part_of_digest(*part.span, part.source) for part in parts)
+        # Digests are sums modulo 2**64, so the parts of a step can be added in any order.
         digest = f"{sum(sums) % 2**64:016x}"
         if digest != step["digest"]:
             problems.append(
@@ -379,38 +399,43 @@ def digest_problems(
     return problems
 
 
-def _is_within_reach(part: Taken, expected: Expectation | None) -> bool:
-    """Whether there can be such a part of a step; one that there cannot has been reported
-    already."""
+def _is_possible(part: Taken, expected: Expectation | None) -> bool:
+    """Return whether such a part of a step is possible."""
     first, count = part.span
+    # Impossible parts have been reported by `position_problems` already.
     if expected is None:
         return False
     return 0 <= first < _FURTHEST and 0 < count <= expected.order.num_samples
 
 
 class _UnusableError(Exception):
-    """A data set cannot be asked what was to be seen of it."""
+    """A data set cannot be used to check the steps."""
 
     def __init__(self, check: DataCheck) -> None:
         super().__init__(check.text)
         self.check = check
 
 
-def _expectations(
-    taken: Iterable[Sequence[Taken]],
+def _read_expectations(
+    parts_by_step: Iterable[Sequence[Taken]],
 ) -> tuple[dict[DataSet, Expectation], list[DataCheck]]:
-    """What each data set that can be asked has at every position; and why others cannot."""
-    phases = {part.data_set: part.phase for parts in taken for part in parts}
+    """Return what can be expected of each usable data set, and why others are unusable."""
+    phases = {part.data_set: part.phase for parts in parts_by_step for part in parts}
     expected, states = dict[DataSet, Expectation](), list[DataCheck]()
     for data_set, phase in phases.items():
         try:
-            expected[data_set] = _expectation(data_set, phase)
+            expected[data_set] = _read_expectation(data_set, phase)
         except _UnusableError as error:
             states.append(error.check)
     return expected, states
 
 
-def _expectation(data_set: DataSet, phase: PhaseSummary) -> Expectation:
+def _read_expectation(data_set: DataSet, phase: PhaseSummary) -> Expectation:
+    """Return the samples expected of a data set in a phase.
+
+    Raises:
+        _UnusableError: the data set is missing, changed or damaged.
+    """
     data = Storage(data_set.url)
     try:
         manifest = Manifest.find(data)
@@ -419,6 +444,7 @@ def _expectation(data_set: DataSet, phase: PhaseSummary) -> Expectation:
     if manifest is None:
         text = f"{data.uri()}: no data set here ({MANIFEST} is missing)"
         raise _UnusableError(DataCheck(state="missing", text=text))
+    # A data set at the same place may have been prepared anew.
     if manifest.fingerprint != data_set.fingerprint:
         text = f"{data.uri(MANIFEST)}: not the data set any more that the run was trained on"
         raise _UnusableError(DataCheck(state="changed", text=text))

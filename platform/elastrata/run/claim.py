@@ -1,4 +1,4 @@
-"""The folder of a run, a sweep or a data set: what it holds, whose it is, and its name."""
+"""The folder of a run, a sweep or a data set: its kind, its exclusive use, and its name."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from elastrata_pipelines.storage import Storage
 Kind = Literal["run", "sweep", "data set", "exported model"]
 SWEEP_FILE, TRIALS = "sweep.yaml", "trials"
 MARKERS = {"run": RUN_FILE, "sweep": SWEEP_FILE}
-"""The file that makes a folder what it is, the last that is written of its first ones."""
+"""The file that makes a folder a run or a sweep, written last when the folder is created."""
 EXPORTING = ".export-"
-"""The prefix of the folder that an export fills before it is whole."""
+"""Prefix of the temporary folder that an export fills."""
 _TEMPORARY = re.compile(r".*\.[0-9a-f]{8}\.tmp")
-"""What a process leaves that is killed while it writes a file."""
+"""Files left by a process that was killed while writing them."""
 
 
 def folder_kind(folder: Storage) -> Kind | Literal["nothing", "other files"]:
-    """Return what a folder holds, by the names in it.
+    """Return the kind of a folder, judged by the names in it.
 
     `nothing` includes a run or sweep whose command was killed before its first step.
 
@@ -41,21 +41,21 @@ def folder_kind(folder: Storage) -> Kind | Literal["nothing", "other files"]:
 
 
 def check_folder(folder: Storage, kind: Kind, key: str = "name") -> None:
-    """Refuse a folder that holds anything but `kind` or nothing.
+    """Check that a folder is empty or already holds something of the given kind.
 
     Args:
-        folder: that a command is to write in.
-        kind: what the command makes or continues there.
-        key: of the recipe or option that names the folder.
+        folder: the folder that a command will write to.
+        kind: the kind that the command creates or continues.
+        key: key of the recipe or option that names the folder.
 
     Raises:
-        UserError: one line that says what is there.
+        UserError: one line that describes the folder's content.
     """
     names = _names(folder)
     found = _kind_of(names)
     if found in (kind, "nothing"):
         return
-    what = f"is {with_article(found)}" if found in get_args(Kind) else f"holds {_some(names)}"
+    what = f"is {with_article(found)}" if found in get_args(Kind) else f"holds {_name_some(names)}"
     name = folder.uri().rpartition("/")[2]
     raise UserError(
         f"{key}: {name}: {folder.uri()} {what}, not {with_article(kind)}; choose another one"
@@ -63,11 +63,11 @@ def check_folder(folder: Storage, kind: Kind, key: str = "name") -> None:
 
 
 def check_parent(folder: Storage, key: str = "storage") -> None:
-    """Refuse to make folders inside a run, sweep, data set or exported model.
+    """Check that a folder is not itself a run, sweep, data set or exported model.
 
     Args:
-        folder: that is to hold them.
-        key: of the recipe or option that names it.
+        folder: the folder that will hold others.
+        key: key of the recipe or option that names the folder.
 
     Raises:
         UserError: it is one of them.
@@ -78,13 +78,14 @@ def check_parent(folder: Storage, key: str = "storage") -> None:
 
 
 def check_local(out: Path, option: str = "--out") -> None:
-    """Refuse a URL where only a folder of this machine can be written.
+    """Check that an output path is local.
 
     Raises:
-        UserError: `out` is a URL, which `Path` takes for a folder named `s3:`.
+        UserError: `out` is a URL.
     """
+    # `Path` takes a URL for a local folder such as `s3:`.
     if url := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", str(out)):
-        slashes = "///" if url[1] == "file" else "//"  # `Path` keeps one of them
+        slashes = "///" if url[1] == "file" else "//"  # `Path` keeps only one slash
         address = re.sub(r"^[^/]*:/+", f"{url[1]}:{slashes}", str(out))
         raise UserError(
             f"{option}: {address}: expected a local folder or file; write it there, then copy it"
@@ -99,10 +100,10 @@ def claim(
     lost: Callable[[str], None],
     warn: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Ownership]:
-    """Run the block as the only command that writes in a folder; see `own_run`.
+    """Run the block as the only command that writes to a folder; see `own_run`.
 
-    A folder in which the block leaves nothing is removed, and so are the folders above it that were
-    made for it.
+    If the block leaves nothing in the folder, the folder is removed, with the parent folders that
+    were created for it.
 
     Raises:
         UserError: the folder holds something else, or another command works in it.
@@ -111,39 +112,43 @@ def claim(
     ownership: Ownership | None = None
     with folder.without_leftovers():
         try:
+            # Checked again under the claim, as another command may have written meanwhile.
             with own_run(folder, lost=lost, warn=warn) as ownership:
                 check_folder(folder, kind)
                 yield ownership
         finally:
+            # A run that was lost belongs to another driver, which may be about to write.
             if ownership and not ownership.is_lost and folder.names() == [DRIVER_FILE]:
                 folder.delete()
 
 
 def with_article(kind: str) -> str:
-    """Return the kind as a sentence names it: `a run`, `an exported model`."""
+    """Return the kind with its article: `a run`, `an exported model`."""
     return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
 def is_copy(folder: Storage, original: str, identify: Callable[[Storage], str | None]) -> bool:
-    """Return whether a folder was copied from another one that still exists.
+    """Return whether a folder was copied from another folder that still exists.
 
     Args:
-        folder: that this process has claimed.
-        original: where the record says that the run or sweep is.
-        identify: reads the id that a copy has in common with its original.
+        folder: a folder claimed by this process.
+        original: recorded location of the run or sweep.
+        identify: reads the id that a copy shares with its original.
     """
     other = Storage(original)
     try:
         same_id = identify(other) is not None and identify(other) == identify(folder)
         # Two paths to one folder, through a link or a second mount, show this process's claim.
         return same_id and _raw_token(other) != _raw_token(folder)
-    except Exception:  # a place that cannot be read from here holds no original for this command
+    except Exception:  # an unreadable location holds no original that matters here
         return False
 
 
 def _raw_token(folder: Storage) -> str | None:
+    """Return the token in the driver's file, even if the file was copied."""
     if not folder.exists(DRIVER_FILE):
         return None
+    # Not `read_owner`, which reports the file of a copy as released.
     return str(json.loads(folder.read(DRIVER_FILE))["token"])
 
 
@@ -154,63 +159,68 @@ def _names(folder: Storage) -> set[str]:
         return {name for name in folder.names() if not _TEMPORARY.fullmatch(name)}
     except UserError:
         raise
-    except Exception as error:  # every store has exceptions of its own
+    except Exception as error:  # storage backends have no common error type
         raise UserError(f"{folder.uri()}: cannot be read ({error})") from None
 
 
 def _kind_of(names: set[str]) -> Kind | Literal["nothing", "other files"]:
+    """Return the kind of a folder with these names."""
     if MARKERS["run"] in names:
         return "run"
     if MARKERS["sweep"] in names:
         return "sweep"
     if BUILDING in names or {MANIFEST, SHARDS} <= names:
         return "data set"
+    # An export that was killed leaves its temporary folder.
     if any(name.startswith(EXPORTING) for name in names):
         return "exported model"
     if "config.json" in names and any(name.endswith(".safetensors") for name in names):
         return "exported model"
-    shown = {name for name in names if not name.startswith(".")}
-    # A recipe is written just before the file that says what the folder is: a kill can part them.
-    begun = {DRIVER_FILE, RECIPE_FILE} if DRIVER_FILE in names else {DRIVER_FILE}
-    return "nothing" if shown <= begun else "other files"
+    visible_names = {name for name in names if not name.startswith(".")}
+    # A recipe is written just before the marker of its folder: a kill in between leaves only the
+    # recipe.
+    first_files = {DRIVER_FILE, RECIPE_FILE} if DRIVER_FILE in names else {DRIVER_FILE}
+    return "nothing" if visible_names <= first_files else "other files"
 
 
-def _some(names: set[str]) -> str:
+def _name_some(names: set[str]) -> str:
+    """Return the first names, for messages."""
     return f"other files ({', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''})"
 
 
 RUNS = "runs"
-"""Where a recipe keeps its runs by default."""
+"""Default folder of runs in recipes."""
 _THREADS = 8
 
 
 def named_run(name: str, storage: str = RUNS) -> Storage:
-    """The folder of a run.
+    """Return the folder of a run.
 
     Args:
-        name: its folder or URL, or its name.
-        storage: where runs of that name are looked for.
+        name: the run's folder, URL or name.
+        storage: folder in which names are looked up.
 
     Raises:
-        UserError: there is no such run; names the nearest one.
+        UserError: there is no such run; the message suggests the nearest name.
     """
     here = Storage(name)
+    # A folder of that name has precedence over a run in `storage`.
     if "://" in name or here.exists(RUN_FILE):
         return here
     if "/" in name:
         raise UserError(f"{here.uri()}: no run here ({RUN_FILE} is missing){_hint(here)}")
-    under = Storage(storage).sub(name)
-    if under.exists(RUN_FILE):
-        return under
-    known = run_names(Storage(storage))
+    run = Storage(storage).sub(name)
+    if run.exists(RUN_FILE):
+        return run
+    names = run_names(Storage(storage))
     raise UserError(
         f"{name}: no run here ({RUN_FILE} is missing), and none of that name in "
-        f"{Storage(storage).uri()}{_hint(under) or _hint(here) or nearest(name, known)}"
+        f"{Storage(storage).uri()}{_hint(run) or _hint(here) or nearest(name, names)}"
     )
 
 
 def _hint(folder: Storage) -> str:
-    """Return what the folder is, for the end of the line that says that it is no run."""
+    """Return a description of the folder, to append to the message that it is not a run."""
     found = folder_kind(folder)
     if found == "sweep":
         return f"; it is a sweep, and its trials are the runs in {folder.uri(TRIALS)}"
@@ -218,17 +228,17 @@ def _hint(folder: Storage) -> str:
 
 
 def place_of_model(model: str) -> str:
-    """The folder or URL of a model: of a run, maybe by its bare name, or of an export.
+    """Return the folder or URL of a model: of a run, possibly given by its name, or of an export.
 
     Raises:
-        UserError: it is a bare name, and no run has it.
+        UserError: it is a name of which no run exists.
     """
     is_name = "/" not in model and not Storage(model).exists()
     return named_run(model).url if is_name else model
 
 
 def run_names(storage: Storage) -> list[str]:
-    """The names of the runs in a folder, sorted."""
+    """Return the sorted names of the runs in a folder."""
     return [name for name in storage.names() if storage.exists(name, RUN_FILE)]
 
 
@@ -239,34 +249,37 @@ class ListedRun:
     name: str
     url: str
     state: State | None
-    """None: it cannot be read."""
+    """None if the run cannot be read."""
     steps: int
     steps_in_all: int
     loss: float | None
     """Training loss of the last step."""
     workers: int
-    """Size of its newest group."""
+    """Number of workers in its newest group."""
     seen: float | None
     """Unix time of its last sign of life."""
     text: str
-    """The state in words, or why it cannot be read."""
+    """The state as text, or why it cannot be read."""
     problems: tuple[str, ...] = ()
-    """As those of `status`."""
+    """See `Status.problems`."""
 
 
 def list_runs(storage: Storage) -> Sequence[ListedRun]:
-    """The runs in a folder, the one that gave a sign of life last first."""
+    """Return the runs in a folder, sorted by their last sign of life, newest first."""
+    # Reading runs is dominated by the latency of storage.
     with ThreadPoolExecutor(_THREADS) as pool:
-        listed = list(pool.map(partial(_listed, storage), run_names(storage)))
+        listed = list(pool.map(partial(_list_entry, storage), run_names(storage)))
     return sorted(listed, key=lambda run: (-(run.seen or 0.0), run.name))
 
 
-def _listed(storage: Storage, name: str) -> ListedRun:
+def _list_entry(storage: Storage, name: str) -> ListedRun:
+    """Return a run as a list shows it, even if it cannot be read."""
     run = storage.sub(name)
     try:
         current = status(run)
     except UserError as error:
         return ListedRun(
+            # One damaged run must not hide the others.
             name=name, url=run.uri(), state=None, steps=0, steps_in_all=0, loss=None, workers=0,
             seen=None, text=error.problems[0],
         )  # fmt: skip

@@ -1,5 +1,4 @@
-"""Cross-checks of a run's history and its checkpoints, and the choice of a checkpoint by the
-user."""
+"""Cross-checks of a run's history and checkpoints, and the user's choice of a checkpoint."""
 
 from __future__ import annotations
 
@@ -58,9 +57,9 @@ class Evidence:
     @property
     def problems(self) -> tuple[str, ...]:
         """One line for each problem."""
-        return (*self.history.problems, *self._unrecorded(), *self.unreadable, *self.lost)
+        return (*self.history.problems, *self._check_end(), *self.unreadable, *self.lost)
 
-    def _unrecorded(self) -> Iterator[str]:
+    def _check_end(self) -> Iterator[str]:
         """Yield a line if the history ends before the newest checkpoint, as parts are lost."""
         newest = next(iter(self.counting), None)
         if newest is None:
@@ -68,7 +67,7 @@ class Evidence:
         try:
             entries = [*self.history.entries, *unwritten_entries(newest)]
         except UserError as error:
-            # Without these lines nothing can be said about the steps of the checkpoint.
+            # Without these lines, the steps of the checkpoint are unknown.
             yield str(error)
             return
         steps = {entry["step"] for entry in entries if entry["kind"] == "step"}
@@ -94,7 +93,7 @@ def evidence(run: Storage) -> Evidence:
     """
     checkpoints = run.sub("checkpoints")
     # Read before the history: then the history knows every checkpoint found here.
-    marked = markers(checkpoints)  # before the history: what they know of it is there by then
+    marked = markers(checkpoints)
     damaged = _find_damaged(checkpoints, marked)
     saved = tuple(one for one in marked.values() if isinstance(one, Commit))
     found = history.look(run.sub("history"))
@@ -103,12 +102,12 @@ def evidence(run: Storage) -> Evidence:
         lineage.event(entry)
     lost = _find_lost(checkpoints, marked, damaged, found.entries, lineage)
     if lost:
-        # A run that goes on may have saved or removed some between the two looks. It notes that it
-        # removes one before it does: what is lost is so in a second look, and the history after it.
+        # A running job may have saved or removed checkpoints between the two reads. It records a
+        # removal before it removes: a checkpoint is lost only if a second read, followed by the
+        # history, shows the same.
         marked_now = markers(checkpoints)
         damaged_now = _find_damaged(checkpoints, marked_now)
         entries_now = history.read(run.sub("history"))
-        # Only what both looks find is lost.
         lost_now = _find_lost(checkpoints, marked_now, damaged_now, entries_now, lineage)
         lost = {folder: why for folder, why in lost_now.items() if folder in lost}
     return Evidence(
@@ -136,12 +135,12 @@ def kept_commits(entries: Sequence[Entry]) -> list[str]:
     for entry in entries:
         if entry["kind"] == "committed":
             kept[entry["commit"]] = None
-        # A fork begins with a copy of the parent's checkpoint, as one of its own attempt.
+        # A fork begins with a copy of the parent's checkpoint, under the fork's attempt number.
         elif (
             entry["kind"] == FORKED and not is_old and (of_parent := _parse_folder(entry["commit"]))
         ):
             kept[str(FolderName(entry["attempt"], of_parent.step, of_parent.token))] = None
-    removed = _removed_folders(entries)
+    removed = _find_removed(entries)
     return [folder for folder in kept if folder not in removed]
 
 
@@ -191,13 +190,13 @@ def _find_lost(
         for name in kept_names
         if str(name) not in marked
     }
-    removed = _removed_folders(entries)
+    removed = _find_removed(entries)
     # A removal deletes files one by one: a kill in between leaves an incomplete folder.
     found = missing | {folder: why for folder, why in damaged.items() if folder not in removed}
     return {folder: why for folder, why in found.items() if _is_counting(lineage, folder)}
 
 
-def _removed_folders(entries: Sequence[Entry]) -> set[str]:
+def _find_removed(entries: Sequence[Entry]) -> set[str]:
     """Return the folders of checkpoints that the run has removed."""
     lists = (entry["commits"] for entry in entries if entry["kind"] == "removed")
     return {folder for commits in lists for folder in commits}
@@ -210,6 +209,7 @@ def _is_counting(lineage: Lineage, folder: str) -> bool:
 
 
 def _parse_folder(folder: object) -> FolderName | None:
+    """Return the parsed name of a checkpoint's folder; None if it is invalid."""
     return FolderName.parse(folder) if isinstance(folder, str) else None
 
 
@@ -295,8 +295,9 @@ def _removal_advice(saved: tuple[Commit, ...]) -> str:
 
 
 def chosen_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commit:
-    """Return the checkpoint given as `newest`, `best`, a step or a folder name, without checking
-    files.
+    """Return the checkpoint given as `newest`, `best`, a step or a folder name.
+
+    Its files are not checked.
 
     Args:
         run: the run's folder.
@@ -333,12 +334,12 @@ def chosen_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commi
     if wanted not in by_step:
         raise UserError(
             f"{key}: {wanted}: expected newest, best or one of the steps "
-            f"{', '.join(sorted(by_step, key=int))}{_nearest(wanted, by_step)}"
+            f"{', '.join(sorted(by_step, key=int))}{_nearest_hint(wanted, by_step)}"
         )
     return by_step[wanted]
 
 
-def _nearest(wanted: str, by_step: dict[str, Commit]) -> str:
+def _nearest_hint(wanted: str, by_step: dict[str, Commit]) -> str:
     """Return a hint at the nearest choice."""
     if not wanted.isdecimal():
         return nearest(wanted, [*by_step, "newest", "best"])

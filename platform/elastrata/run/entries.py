@@ -1,4 +1,4 @@
-"""The entry of a history: one line of JSON, of a known kind, its values of their type and range."""
+"""The entries of a history: JSON lines of known kinds, with checked types and ranges."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from elastrata.step.records import StepRecord
 from elastrata_pipelines.errors import UserError
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]
+# Wider than 64 bits, because the FLOPs of a step can exceed 2**63.
 _Number = Annotated[int, Field(ge=-(2**128), le=2**128)]
 _Real = Annotated[float, Field(allow_inf_nan=False)]
 _Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -20,10 +21,12 @@ _Metrics = dict[str, float]
 _NOT_OF_STEPS = ("kind", "attempt", "time", "clock", "monotonic")
 _NO_METRICS = (*_NOT_OF_STEPS, "step", "seconds")
 _FOLDER = r"^[0-9]{9}-[0-9]{4,9}-[0-9a-f]{6}$"
-_AT_HAND = ConfigDict(extra="allow", strict=True)
+# Unknown keys are allowed: later versions may add some. Strict, because a string instead of a
+# number shows that the line was altered.
+_STRICT_OPEN = ConfigDict(extra="allow", strict=True)
 
 
-@with_config(_AT_HAND)
+@with_config(_STRICT_OPEN)
 class _Entry(TypedDict):
     attempt: _Count
     time: _Time
@@ -181,7 +184,7 @@ class _Concluded(_Entry):
     text: str
 
 
-@with_config(_AT_HAND)
+@with_config(_STRICT_OPEN)
 class _Other(_Entry):
     kind: str
 
@@ -210,36 +213,39 @@ _KNOWN: TypeAdapter[Any] = TypeAdapter(
         Discriminator("kind"),
     ]
 )
+# Kinds that later versions add are read, but not checked.
 _OTHER: TypeAdapter[Any] = TypeAdapter(_Other)
 _RECORD = TypeAdapter(StepRecord)
 
 
 def parse_entry(line: bytes, where: str) -> dict[str, Any]:
-    """An entry from its line.
+    """Parse one line of a history.
 
     Args:
-        line: of a part.
-        where: what to call it in an error: file and line.
+        line: line of a part.
+        where: file and line number, for messages.
 
     Raises:
-        UserError: the line was altered: torn, not JSON, or with a value that cannot be.
+        UserError: the line was altered: it is torn, not JSON, or has an impossible value.
     """
     try:
         entry: dict[str, Any] = _KNOWN.validate_json(line)
     except ValidationError as error:
-        return _other(line, where, error)
+        return _parse_unknown_kind(line, where, error)
     return entry
 
 
 def step_record(entry: Mapping[str, Any], where: str) -> StepRecord:
-    """The record of a step, from its entry.
+    """Return the record of a step from its entry.
 
     Raises:
-        UserError: it lacks something, or has something of another type.
+        UserError: a value is missing or has the wrong type.
     """
+    # These keys are of the entry, not of the step.
     values = {key: value for key, value in entry.items() if key not in _NOT_OF_STEPS}
     try:
         record = _RECORD.validate_python(values)
+        # Called for its errors: values in range can still be contradictory.
         record.to_metrics()
         return record
     except ValidationError as error:
@@ -249,17 +255,23 @@ def step_record(entry: Mapping[str, Any], where: str) -> StepRecord:
 
 
 def metrics_of(entry: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of an evaluation, by name: its other values are numbers."""
+    """Return the metrics of an evaluation entry, by name."""
+    # All other numbers of an evaluation entry are metrics.
     return {k: v for k, v in entry.items() if k not in _NO_METRICS and _is_number(v)}
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a float, or can be one."""
+    """Return whether a value is a float or converts to one."""
+    # Larger integers overflow when they are converted to a float.
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1023)
 
 
-def _other(line: bytes, where: str, error: ValidationError) -> dict[str, Any]:
-    """An entry of a kind that this version does not know; `error` is what is said of others."""
+def _parse_unknown_kind(line: bytes, where: str, error: ValidationError) -> dict[str, Any]:
+    """Parse an entry of a kind that this version does not know.
+
+    Raises:
+        UserError: the kind is known but the entry is invalid, or the line is not an entry.
+    """
     if error.errors(include_url=False)[0]["type"] != "union_tag_invalid":
         raise UserError(f"{where}: {_reason(error)}") from None
     try:
@@ -276,5 +288,6 @@ def _reason(error: ValidationError) -> str:
         return "not JSON (torn or altered)"
     if not place or place == ["kind"]:
         return "not an entry of a history (altered)"
+    # The location of an error begins with the kind, as the tag of the union.
     kind, *keys = place if len(place) > 1 else ["entry", *place]
     return f"'{kind}' with a bad '{'.'.join(keys)}' (altered)"

@@ -1,4 +1,4 @@
-"""The export of a run's model: a folder that transformers loads, and that the hub takes."""
+"""Export of a run's model as a transformers folder, and upload to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ from elastrata_pipelines.storage import Storage
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedModel:
-    """A checkpoint as a folder that transformers loads."""
+    """A checkpoint exported as a transformers folder."""
 
     path: Path
-    """Absolute."""
+    """The folder; absolute."""
     checkpoint: str
-    """Where it lies."""
+    """Path or URL of the checkpoint."""
     step: int
     """Optimizer steps done in it."""
     metrics: Mapping[str, float]
-    """The metrics of these weights' evaluation after that step; empty where there was none."""
+    """Metrics of the evaluation of these weights after that step; empty without one."""
     recipe: Recipe
-    """The run's."""
+    """The run's recipe."""
     mlflow_run_id: str | None
     dtype: str = "float32"
-    """Of the weights."""
+    """The dtype of the weights."""
 
 
 def export(run_dir: str, out: Path, *, checkpoint: str = "newest", weights: str = TRAINED) -> Path:
-    """Writes the model of a run for `from_pretrained`; returns the absolute path of the folder.
+    """Export the model of a run for `from_pretrained`; return the absolute path of the folder.
 
     See `export_model`.
     """
@@ -74,16 +74,17 @@ def export_model(
     weights: str = TRAINED,
     form: WeightForm = AS_TRAINED,
 ) -> ExportedModel:
-    """Writes the model of a run for `from_pretrained`, with its tokenizer and a card, and with a
-    file of masks where weights were held at zero. Nothing is left of it where that fails; who may
-    read it says the umask.
+    """Export the model of a run for `from_pretrained`, with its tokenizer and a model card.
+
+    If weights were held at zero, a file of masks is written as well. If the export fails, nothing
+    is left in the folder. File modes follow the umask.
 
     Args:
         run_dir: the run's folder or URL.
         out: the folder to write; must be empty or missing.
         checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
-        weights: of the checkpoint: `trained`, `average` or `mean:K`, see `read_weights`.
-        form: of the weights.
+        weights: weights of the checkpoint: `trained`, `average` or `mean:K`, see `read_weights`.
+        form: layout and dtype of the exported weights.
 
     Raises:
         UserError: there is no such run or checkpoint, it is damaged, or `out` is in use.
@@ -98,13 +99,14 @@ def export_model(
     if damaged := problems(checkpoints, commit):
         raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     recipe = read_recipe(run, identity)
-    state = _state(run, commit, recipe, weights)
-    metrics = commit.evaluation if weights == _evaluated(recipe) else {}
-    manifests = [_manifest(data_set) for data_set in identity.data]
-    with _filled_whole(out) as folder:
+    state = _read_state(run, commit, recipe, weights)
+    # The evaluation is of one kind of weights: its metrics must not describe another kind.
+    metrics = commit.evaluation if weights == _weights_of_evaluations(recipe) else {}
+    manifests = [_read_manifest(data_set) for data_set in identity.data]
+    with _write_atomically(out) as folder:
         data = Storage(identity.data[0].url)
         _write(recipe, checkpoints, commit, state, manifests, data, folder, form)
-        card = model_card(run, identity, recipe, commit, manifests, form, _parameters(folder))
+        card = model_card(run, identity, recipe, commit, manifests, form, _count_parameters(folder))
         card = replace(card, weights=weights, metrics=metrics)
         (folder / CARD).write_text(card.to_markdown(), encoding="utf-8")
     return ExportedModel(
@@ -119,10 +121,10 @@ def export_model(
 
 
 def check_free(out: Path) -> None:
-    """Makes sure that nothing is where an export will be.
+    """Check that an export can be written to a folder.
 
     Raises:
-        UserError: there is something.
+        UserError: the folder exists and is not empty, or `out` is a URL.
     """
     check_local(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -130,7 +132,12 @@ def check_free(out: Path) -> None:
 
 
 def loadable(model: ExportedModel, scratch: Path) -> LoadableModel:
-    """An export as MLflow keeps it; what goes beside it is written to `scratch`."""
+    """Return an export in the form that MLflow stores.
+
+    Args:
+        model: the export.
+        scratch: folder for the additional files that MLflow needs.
+    """
     task = model.recipe.workload.exported_as.task
     write_mlmodel(scratch, model.path, task=task, dtype=model.dtype)
     return LoadableModel(
@@ -143,8 +150,9 @@ def loadable(model: ExportedModel, scratch: Path) -> LoadableModel:
     )
 
 
-def _state(run: Storage, commit: Commit, recipe: Recipe, weights: str) -> Mapping[str, Tensor]:
-    """The weights that are to be written, read one by one."""
+def _read_state(run: Storage, commit: Commit, recipe: Recipe, weights: str) -> Mapping[str, Tensor]:
+    """Return the weights to export, read one tensor at a time."""
+    # Masks change during training, so a mean of such weights is less sparse than each.
     if weights != TRAINED and any(part.sparsity for part in recipe.parts):
         raise UserError(
             f"--weights: {weights}: expected {TRAINED}: a mean of sparse weights is zero only "
@@ -153,8 +161,8 @@ def _state(run: Storage, commit: Commit, recipe: Recipe, weights: str) -> Mappin
     return read_weights(run, commit, weights)
 
 
-def _evaluated(recipe: Recipe) -> str:
-    """The weights that the run's evaluations are of."""
+def _weights_of_evaluations(recipe: Recipe) -> str:
+    """Return which weights the run's evaluations used."""
     return AVERAGE if recipe.average and recipe.average.evaluated else TRAINED
 
 
@@ -168,16 +176,16 @@ def _write(
     folder: Path,
     form: WeightForm,
 ) -> None:
-    """Writes the model into a folder that is not there yet, beside its tokenizer's."""
+    """Write the model and its masks to a new folder, and its tokenizer to one next to it."""
     recipe.workload.export(
         state,
         manifests[0].vocabulary,
         max(manifest.seq_len for manifest in manifests),
-        _fetched_tokenizer(data, manifests[0], folder.with_name("tokenizer")),
+        _fetch_tokenizer(data, manifests[0], folder.with_name("tokenizer")),
         folder,
         form,
     )
-    if masks := _masks(checkpoints, commit, recipe, state):
+    if masks := _load_masks(checkpoints, commit, recipe, state):
         (folder / MASKS_FILE).write_bytes(packed_masks(masks))
 
 
@@ -190,7 +198,7 @@ def model_card(
     form: WeightForm,
     parameters: int | None,
 ) -> ModelCard:
-    """The card of a commit's export."""
+    """Return the model card for the export of a commit."""
     marker = run.read("checkpoints", commit.folder, MARKER)
     return ModelCard(
         name=run.uri().rpartition("/")[2],
@@ -205,16 +213,17 @@ def model_card(
         checkpoint=commit.folder,
         checkpoint_sha256=hashlib.sha256(marker).hexdigest(),
         mlflow_run_id=identity.mlflow_run_id,
-        digest=_digest(run, commit),
+        digest=_samples_digest(run, commit),
         parent=identity.parent,
         data=manifests,
         recipe=recipe.model_dump(mode="json"),
     )
 
 
-def _digest(run: Storage, commit: Commit) -> str | None:
-    """The audit's digest of all steps up to a commit; None where the history does not tell it."""
+def _samples_digest(run: Storage, commit: Commit) -> str | None:
+    """Return the audit digest of all steps up to a commit; None without a readable history."""
     try:
+        # A model can be exported even if the history of its run is damaged.
         entries = history.read(run.sub("history"))
     except UserError:
         return None
@@ -222,14 +231,14 @@ def _digest(run: Storage, commit: Commit) -> str | None:
     return digest_of(steps) if steps else None
 
 
-def _parameters(folder: Path) -> int | None:
-    """The numbers in a folder's weight files; None where it has none by that name."""
+def _count_parameters(folder: Path) -> int | None:
+    """Return the number of values in a folder's weight files; None if it has none of that name."""
     return num_numbers(folder) if any(folder.glob("model*.safetensors")) else None
 
 
 @contextmanager
-def _filled_whole(out: Path) -> Iterator[Path]:
-    """A folder to fill, whose content is that of `out` when the block ends without error.
+def _write_atomically(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder whose content moves to `out` if the block succeeds.
 
     Raises:
         UserError: `out` cannot be written.
@@ -237,41 +246,45 @@ def _filled_whole(out: Path) -> Iterator[Path]:
     target = Storage(str(out))
     with target.without_leftovers():
         try:
+            # Two exports into one folder would mix their files.
             with target.exclusive() as is_alone:
                 if not is_alone:
                     raise UserError(f"--out: {out}: another command is writing there")
-                check_free(out)  # again: another command may have begun there
-                yield from _filled(out)
+                check_free(out)  # again, as another command may have written meanwhile
+                yield from _fill_and_move(out)
         except OSError as error:
+            # An OSError can also be about the checkpoint that is read.
             is_ours = str(error.filename or out).startswith(str(out))
-            reason = error.strerror if is_ours else error  # the second names the other file
+            reason = error.strerror if is_ours else error  # `error` names the other file
             raise UserError(f"--out: {out}: cannot be written ({reason})") from None
 
 
-def _filled(out: Path) -> Iterator[Path]:
+def _fill_and_move(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder inside `out`, and move its files to `out` afterwards."""
+    # Inside `out`, so that renames stay on one file system.
     with TemporaryDirectory(dir=out, prefix=EXPORTING) as scratch:
         folder = Path(scratch) / "model"
         yield folder
         _respect_umask(folder)
-        # Nothing loads a folder without its configuration: it comes last, lest an export that was
-        # killed here be taken for whole, without its tokenizer or its masks.
+        # Nothing loads a folder without config.json. It comes last, so that an export that is
+        # killed here cannot pass as complete without its tokenizer or its masks.
         for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
             path.rename(out / path.name)
 
 
 def _respect_umask(folder: Path) -> None:
-    """Gives files and folders the mode of any new one: safetensors and temporary folders make them
-    for their owner alone."""
-    umask = os.umask(0o077)  # there is no way to ask without setting it
+    """Set the modes that new files and folders normally have."""
+    umask = os.umask(0o077)  # the umask cannot be read without setting it
     os.umask(umask)
+    # safetensors and TemporaryDirectory create files and folders that only their owner can read.
     for path in folder.rglob("*"):
         path.chmod(path.stat().st_mode | (0o777 if path.is_dir() else 0o666) & ~umask)
 
 
-def _masks(
+def _load_masks(
     checkpoints: Storage, commit: Commit, recipe: Recipe, state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The masks of a commit by layer, whole; empty where the model was dense then."""
+    """Return the full masks of a commit by layer; empty if the model was dense at that step."""
     if not any(part.sparsity for part in recipe.parts):
         return {}
     shapes = layer_shapes(recipe.workload)
@@ -282,7 +295,8 @@ def _masks(
     return {layer_of(name): mask for name, mask in masks.shards.items()}
 
 
-def _manifest(data_set: DataSet) -> Manifest:
+def _read_manifest(data_set: DataSet) -> Manifest:
+    """Return a data set's manifest, after checking that the data set is unchanged."""
     data = Storage(data_set.url)
     manifest = Manifest.read(data)
     if manifest.fingerprint != data_set.fingerprint:
@@ -290,13 +304,15 @@ def _manifest(data_set: DataSet) -> Manifest:
     return manifest
 
 
-def _fetched_tokenizer(data: Storage, manifest: Manifest, folder: Path) -> Path | None:
-    """The data set's tokenizer, copied to `folder`; None where it has none."""
+def _fetch_tokenizer(data: Storage, manifest: Manifest, folder: Path) -> Path | None:
+    """Copy the data set's tokenizer to `folder` and return it; None if there is no tokenizer."""
     found = False
     folder.mkdir(exist_ok=True)
     for entry in manifest.files:
         if entry.path.startswith(f"{TOKENIZER_DIR}/"):
             try:
+                # Limited to the manifest's size, as the file may have been replaced by a larger
+                # one.
                 content = read_bytes(data, entry.path, most=entry.bytes)
             except FileNotFoundError:
                 raise UserError(f"{data.uri(entry.path)}: missing") from None
@@ -311,53 +327,55 @@ _LOGIN = "expected one in HF_TOKEN, or from `hf auth login`"
 
 
 class HubRepository:
-    """A repository of models. It is looked for, and made where it is missing, at once: what the hub
-    refuses is told before there is anything to push.
+    """A model repository on the Hugging Face Hub, created if it does not exist.
 
     Args:
-        name: `OWNER/NAME`, or a name alone, whose owner is that of the token.
-        public: whether everybody sees it; where it is there already it stays as it is.
+        name: `OWNER/NAME`, or `NAME` for the owner of the token.
+        public: whether a new repository is public; an existing one keeps its visibility.
 
     Raises:
-        UserError: that is no name, there is no token, the hub refuses it or cannot be reached.
+        UserError: the name is invalid, there is no token, or the hub refuses the request or cannot
+            be reached.
     """
 
     def __init__(self, name: str, *, public: bool = False) -> None:
         from huggingface_hub import HfApi, get_token
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
+        # Progress bars would fill log files.
         if not sys.stderr.isatty():
             disable_progress_bars()
         self._shown = f"--push: {name}"
-        # Read now, as any other setting: the library has read its own when it was imported.
+        # Read now, because the library reads its own setting only when it is imported.
         self._api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
-        with self._in_a_line():
+        with self._hub_errors():
             if get_token() is None:
                 raise UserError(f"{self._shown}: no token for {self._api.endpoint}: {_LOGIN}")
-            made = self._api.create_repo(name, private=not public, exist_ok=True)
-        self._name = made.repo_id
+            # Created now, so that refusals are reported before the export takes its time.
+            repository = self._api.create_repo(name, private=not public, exist_ok=True)
+        self._name = repository.repo_id
 
     def push(self, folder: Path, message: str) -> str:
-        """Makes the files of a folder the repository's newest commit; returns its URL.
+        """Commit the files of a folder to the repository; return the commit's URL.
 
-        Files of an earlier push that the folder has no more are deleted: a model in one file would
-        else go on beside the shards of another.
+        Weight files of an earlier push that are not in the folder are deleted.
 
         Raises:
-            UserError: the hub refuses them or cannot be reached.
+            UserError: the hub refuses the files or cannot be reached.
         """
-        with self._in_a_line():
+        with self._hub_errors():
             commit: Any = self._api.upload_folder(
                 repo_id=self._name,
                 folder_path=folder,
                 commit_message=message,
+                # A model in one file would otherwise stay next to the shards of another.
                 delete_patterns=["*.safetensors", "*.safetensors.index.json"],
             )
         return str(commit.commit_url)
 
     @contextmanager
-    def _in_a_line(self) -> Iterator[None]:
-        """What goes wrong is told in a line."""
+    def _hub_errors(self) -> Iterator[None]:
+        """Turn any error of the hub or its client into a `UserError` of one line."""
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
         try:
@@ -368,13 +386,13 @@ class HubRepository:
             raise UserError(f"{self._shown}: {_first_line(error)}") from None
         except HfHubHTTPError as error:
             status = f"{error.response.status_code} {error.response.reason_phrase}"
-            said = error.server_message or "no reason given"
+            message = error.server_message or "no reason given"
             raise UserError(
-                f"{self._shown}: refused by {self._api.endpoint}: {status}: {_shortened(said)}"
+                f"{self._shown}: refused by {self._api.endpoint}: {status}: {_shorten(message)}"
             ) from None
         except (OSError, RuntimeError, ValueError) as error:
             raise UserError(f"{self._shown}: {self._api.endpoint}: {_first_line(error)}") from error
-        except Exception as error:  # the client's transport has errors of its own
+        except Exception as error:  # the HTTP transport's errors have no common base
             if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "httpcore2"):
                 raise
             raise UserError(
@@ -383,8 +401,8 @@ class HubRepository:
 
 
 def _first_line(error: Exception) -> str:
-    return _shortened(str(error).strip() or type(error).__name__)
+    return _shorten(str(error).strip() or type(error).__name__)
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return " ".join(text.split())[:300]

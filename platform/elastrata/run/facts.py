@@ -1,4 +1,4 @@
-"""Facts about a run that a reader of its record will want: recipe, versions, machines, FLOPs."""
+"""Facts about a run for its tracking record: recipe, versions, hardware and FLOPs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ PACKAGES = ("elastrata", "ray", "torch", "transformers", "pyarrow", "mlflow")
 _LIST = re.compile(r".*\bprepare\.sources")
 _SOURCE = re.compile(r"(?P<list>.*\bprepare\.sources)\.(?P<number>\d+)\.(?P<key>.+)")
 _GPU_MODEL = "accelerator_type:"
+# Ray reports a resource `node:ADDRESS` per node, and one more for the head.
 _NODE = re.compile(r"node:(?!__internal_head__).*")
 
 
 def versions() -> dict[str, str]:
-    """Version by package, Python included."""
+    """Return the versions of Python and of the main packages."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
 def git_commit() -> str | None:
-    """The commit of the working directory's repository; None where it is not one."""
+    """Return the commit of the working directory's repository; None without a repository."""
     try:
         found = subprocess.run(
             ["git", "rev-parse", "HEAD"],
@@ -37,6 +38,7 @@ def git_commit() -> str | None:
             errors="replace",
             check=True,
         )
+    # Git is not installed, or the folder is not in a repository.
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip()
@@ -45,12 +47,12 @@ def git_commit() -> str | None:
 def start_tags(
     data_fingerprint: str, run_dir: str, resources: Mapping[str, float]
 ) -> dict[str, str]:
-    """The tags of a start of a run.
+    """Return the tags for one start of a run.
 
     Args:
-        data_fingerprint: of what it trains on.
-        run_dir: its folder or URL.
-        resources: of the cluster, as Ray tells them.
+        data_fingerprint: fingerprint of the training data.
+        run_dir: the run's folder or URL.
+        resources: the cluster's resources, as reported by Ray.
     """
     commit = git_commit()
     # The names that MLflow's own pages show as source and version.
@@ -66,12 +68,12 @@ def start_tags(
 
 
 def hardware(resources: Mapping[str, float]) -> dict[str, str]:
-    """The hardware of a cluster, by name: `nodes`, `cpus`, `gpus`, `gpu_model`, `memory_gb`,
-    `machine`.
+    """Return a cluster's `nodes`, `cpus`, `gpus`, `gpu_model`, `memory_gb` and `machine`.
 
     Args:
-        resources: as Ray tells them.
+        resources: the cluster's resources, as reported by Ray.
     """
+    # Ray reports the GPU model as a resource `accelerator_type:MODEL`.
     models = [name.removeprefix(_GPU_MODEL) for name in resources if name.startswith(_GPU_MODEL)]
     return {
         "nodes": str(sum(bool(_NODE.fullmatch(name)) for name in resources)),
@@ -84,15 +86,15 @@ def hardware(resources: Mapping[str, float]) -> dict[str, str]:
 
 
 def recipe_params(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as parameters, by dotted path. Of the sources of its text there are the names alone:
-    what else it says of them is in the recipe among the artifacts.
+    """Return a recipe as parameters, by dotted path; text sources are listed by name only.
 
     Args:
-        recipe: as nested dicts.
+        recipe: the recipe as nested dicts.
     """
     params: dict[str, Any] = {}
     for key, value in flatten(recipe).items():
         if source := _SOURCE.fullmatch(key):
+            # MLflow limits a parameter to 6,000 characters; the artifacts hold the whole recipe.
             names = params.setdefault(source["list"], [])
             if source["key"] == "name":
                 names.append(value or f"source-{source['number']}")
@@ -102,13 +104,14 @@ def recipe_params(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def data_params(manifests: Iterable[Manifest]) -> dict[str, Any]:
-    """Return what data sets say of themselves as parameters, `data.manifest.KEY`; of several,
-    `data.manifest.NUMBER.KEY`.
+    """Return the manifests' main values as `data.manifest.KEY`.
+
+    With several data sets, the keys are `data.manifest.NUMBER.KEY`.
 
     Args:
-        manifests: of the data sets, each once.
+        manifests: the manifests of distinct data sets.
     """
-    told = [
+    values = [
         {
             "fingerprint": manifest.fingerprint,
             "tokenizer": manifest.tokenizer_fingerprint,
@@ -120,37 +123,38 @@ def data_params(manifests: Iterable[Manifest]) -> dict[str, Any]:
         }
         for manifest in manifests
     ]
-    tree = told[0] if len(told) == 1 else told
+    tree = values[0] if len(values) == 1 else values
     return flatten({"data": {"manifest": tree}})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseFlops:
-    """Forward and backward of all steps of a phase, by the workload's formula."""
+    """Forward and backward FLOPs of all steps of a phase, by the workload's formula."""
 
     last_step: int
     dense: int
-    """With products with weights at zero."""
+    """Including products with weights at zero."""
     needed: int
-    """Without them."""
+    """Without products with weights at zero."""
 
     def to_metrics(self) -> dict[str, float]:
-        """The values to track, by metric name."""
+        """Return the values to track, by metric name."""
         return {"flops/dense": self.dense, "flops/needed": self.needed}
 
 
 def flops_by_phase(
     steps: Sequence[Mapping[str, Any]], last_steps: Sequence[int]
 ) -> list[PhaseFlops]:
-    """The FLOPs of a run's phases that were begun: what it would have cost dense, what it needed.
+    """Return the FLOPs of each phase that was begun.
 
     Args:
-        steps: the steps of its history that count.
-        last_steps: of its phases, in their order.
+        steps: the effective steps of the run's history.
+        last_steps: the last step of each phase, in order.
     """
     found, first = [], 1
     for last in last_steps:
         of_phase = [step for step in steps if first <= step["step"] <= last]
+        # Phases that have not begun have no FLOPs.
         if of_phase:
             dense = sum(step["flops"] for step in of_phase)
             zeros = sum(step.get("flops_of_zeros", 0) for step in of_phase)

@@ -195,11 +195,11 @@ class RunIdentity(Record):
         excluded_fields: dict[str, Any] = {"digest": True, "data": {"__all__": {"url"}}}
         # Fields of later versions are left out while they are unset, so that digests of earlier
         # versions still match.
-        if self.parent is None:  # as earlier versions, which knew of none, have it
+        if self.parent is None:
             excluded_fields["parent"] = True
-        if self.origin is None:  # as earlier versions have it
+        if self.origin is None:
             excluded_fields["origin"] = True
-        if self.mixtures is None:  # likewise
+        if self.mixtures is None:
             excluded_fields["mixtures"] = True
         content = self.model_dump(mode="json", exclude=excluded_fields)
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -292,9 +292,9 @@ def check_same_run(
     Raises:
         UserError: keys that may not change differ, or a data set is another one.
     """
-    # Through the model: keys that came with a later version have their defaults.
+    # Through the model, so that keys added by later versions have their defaults.
     stored = read_recipe(run, identity)
-    before, now = _comparable(stored, recipe), _comparable(recipe, stored)
+    before, now = _comparable_values(stored, recipe), _comparable_values(recipe, stored)
     problems = [
         f"{run.uri(RECIPE_FILE)}: {key}: {before.get(key)!r} in the run of this name, "
         f"{now.get(key)!r} in this recipe{_extension_advice(key, stored)}"
@@ -314,7 +314,7 @@ def check_same_run(
         raise UserError(*problems, advice)
 
 
-def _comparable(recipe: Recipe, other: Recipe) -> dict[str, Any]:
+def _comparable_values(recipe: Recipe, other: Recipe) -> dict[str, Any]:
     """Return a recipe's values by dotted path, as one phase if only the other recipe has phases."""
     from elastrata.recipe.recipe import PhaseKeys
 
@@ -328,8 +328,7 @@ def _comparable(recipe: Recipe, other: Recipe) -> dict[str, Any]:
 
 
 def _only_extends(key: str, before: Recipe, now: Recipe) -> bool:
-    """Return whether a difference only makes the run longer, without changing steps already
-    done."""
+    """Return whether a difference makes the run longer and changes no step already done."""
     if phase := re.match(r"phases\.(\d+)\.", key):
         # Only phases after the existing ones may be added.
         return int(phase[1]) >= len(before.parts)
@@ -399,9 +398,10 @@ def resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
     if altered := recipe_problems(run, identity):
         advice = "put back what it was, and give the keys to change on the command line"
         raise UserError(*(f"{line}; {advice}" for line in altered))
-    # Through the model: what an earlier version has written down in vain is no mistake.
+    # Through the model: it accepts keys that earlier versions wrote and that no longer exist.
     stored = stored_recipe(read_values(run, RECIPE_FILE), run.uri(RECIPE_FILE))
-    storage, _, name = run.uri().rpartition("/")  # not the recorded name: a folder can be renamed
+    # Not the recorded name, because the folder may have been renamed.
+    storage, _, name = run.uri().rpartition("/")
     places: dict[str, Any] = {"name": name, "storage": storage}
     places |= {key: data_set.url for key, data_set in _data_keys(run, identity)}
     stored_overrides = [f"{key}={json.dumps(value)}" for key, value in places.items()]
@@ -419,13 +419,15 @@ def resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
 
 def _data_keys(run: Storage, identity: RunIdentity) -> Iterator[tuple[str, DataSet]]:
     """Yield every data set with the recipe key that holds its path."""
-    recipe, left = read_values(run, RECIPE_FILE), iter(identity.data)
+    recipe, remaining_data = read_values(run, RECIPE_FILE), iter(identity.data)
     phases = recipe.get("phases") or [recipe]
     for number, part in enumerate(phases):
         prefix = f"phases.{number}." if recipe.get("phases") else ""
         sources = number_of_sources(part)
         keys = [f"sources.{source}.path" for source in range(sources)] or ["path"]
-        yield from ((f"{prefix}data.{key}", one) for key, one in zip(keys, left, strict=False))
+        yield from (
+            (f"{prefix}data.{key}", one) for key, one in zip(keys, remaining_data, strict=False)
+        )
 
 
 def number_of_sources(part: Mapping[str, Any]) -> int:
@@ -476,7 +478,9 @@ def read_summary(run: Storage) -> RunSummary:
     try:
         target = recipe.get("target")
         return RunSummary(
-            phases=tuple(_phase(part, recipe["seed"]) for part in recipe.get("phases") or [recipe]),
+            phases=tuple(
+                _phase_summary(part, recipe["seed"]) for part in recipe.get("phases") or [recipe]
+            ),
             target=None if target is None else TargetConfig.model_validate(target),
         )
     except damage as error:
@@ -486,7 +490,7 @@ def read_summary(run: Storage) -> RunSummary:
         ) from None
 
 
-def _phase(part: Mapping[str, Any], seed: int) -> PhaseSummary:
+def _phase_summary(part: Mapping[str, Any], seed: int) -> PhaseSummary:
     """Return the summary of a recipe's phase."""
     warmup = part.get("batch_size_warmup")
     return PhaseSummary(

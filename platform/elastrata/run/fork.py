@@ -42,7 +42,7 @@ from elastrata_pipelines.mixture import Mixture
 from elastrata_pipelines.phase import placements, positions_after
 from elastrata_pipelines.storage import Storage
 
-if TYPE_CHECKING:  # it imports torch, which `status` and `audit` need not wait for
+if TYPE_CHECKING:  # the recipe imports torch, for which `status` and `audit` need not wait
     from elastrata.recipe.recipe import Recipe
 
 Entry = Mapping[str, Any]
@@ -100,7 +100,7 @@ def inherited(origin: ForkOrigin | None, entries: Iterable[Entry], where: str) -
     problems += _find_differences(parent, origin, steps)
     # The parent may be a fork itself.
     before = inherited(identity.origin, parent_entries, parent.uri())
-    spans = _spans(parent, identity, steps, before, origin)
+    spans = _collect_spans(parent, identity, steps, before, origin)
     problems += _find_gaps(spans, origin)
     return Inherited(
         state=before.state if before.state == "missing" else "checked",
@@ -146,7 +146,7 @@ def taken_by(
         fork_origin.placed({one: one.fingerprint for one in identity.data}) if fork_origin else None
     )
     places = list(placements(sizes, data, origin))
-    taken = []
+    taken_by_step = []
     for step in steps:
         # A step number beyond the last phase belongs to the last one.
         begun_phases = [n for n, place in enumerate(places) if place.first_step < step["step"]]
@@ -155,7 +155,7 @@ def taken_by(
         # From samples of the whole run to positions in the phase's data.
         first += places[number].first_position - places[number].first_sample
         spans = _split_by_source(mixtures[number], places[number].firsts, (first, count))
-        taken.append(
+        taken_by_step.append(
             [
                 Taken(data_set=data_set, source=source, span=one, phase=phases[number])
                 for data_set, (source, one) in zip(data[number], spans, strict=True)
@@ -163,20 +163,22 @@ def taken_by(
                 if source is None or one[1]
             ]
         )
-    return taken
+    return taken_by_step
 
 
 def taken_after(
     step: int, phases: Sequence[PhaseSummary], identity: RunIdentity, run: Storage
 ) -> tuple[dict[str, PhaseSummary], dict[str, int]]:
-    """Return, by data set fingerprint, the last phase with the data set and the samples taken of
-    it.
+    """Return the samples taken of each data set, by its fingerprint, with its last phase.
 
     Args:
         step: number of steps after which samples are counted.
         phases: the phases of the run's recipe.
         identity: the run's identity.
         run: the run's folder.
+
+    Returns:
+        The last phase that uses each data set, and the samples taken of each.
 
     Raises:
         UserError: see `taken_by`.
@@ -217,12 +219,12 @@ def _by_phase(
 
 
 def _split_by_source(
-    mixture: Mixture | None, firsts: Sequence[int], taken: Span
+    mixture: Mixture | None, firsts: Sequence[int], taken_span: Span
 ) -> list[tuple[int | None, Span]]:
     """Return the samples of each source within a span of a phase."""
     if mixture is None:
-        return [(None, taken)]
-    first, count = taken
+        return [(None, taken_span)]
+    first, count = taken_span
     if not 0 <= first < first + count < _FURTHEST:  # the audit reports such steps itself
         return [(number, (0, 0)) for number in range(mixture.num_sources)]
     before, after = mixture.counts(first), mixture.counts(first + count)
@@ -237,7 +239,7 @@ def span(step: Entry) -> Span:
     return step["samples"] - step["batch_samples"], step["batch_samples"]
 
 
-def _spans(
+def _collect_spans(
     parent: Storage,
     identity: RunIdentity,
     steps: Sequence[Entry],
@@ -248,8 +250,8 @@ def _spans(
     # Data sets that the fork reads in another order start anew and have no past.
     spans = {key: list(found) for key, found in before.spans.items() if key in origin.positions}
     phases, where = read_summary(parent).phases, parent.uri(RUN_FILE)
-    for taken in taken_by(steps, phases, identity, where):
-        for one in taken:
+    for parts in taken_by(steps, phases, identity, where):
+        for one in parts:
             if one.data_set.fingerprint in origin.positions:
                 spans.setdefault(one.data_set.fingerprint, []).append(one.span)
     return spans
@@ -269,12 +271,12 @@ def _find_differences(parent: Storage, origin: ForkOrigin, steps: Sequence[Entry
 
 def _find_gaps(spans: Mapping[str, Sequence[Span]], origin: ForkOrigin) -> list[str]:
     """Return one line for each data set of which the ancestors took another number of samples."""
-    taken = {key: sum(count for _, count in spans.get(key, ())) for key in origin.positions}
+    num_taken = {key: sum(count for _, count in spans.get(key, ())) for key in origin.positions}
     return [
-        f"{origin.url}: {taken[key]:,} samples of the data set {key[:12]} were taken, but the fork "
-        f"goes on behind {count:,}"
+        f"{origin.url}: {num_taken[key]:,} samples of the data set {key[:12]} were taken, but the "
+        f"fork goes on behind {count:,}"
         for key, count in origin.positions.items()
-        if taken[key] != count
+        if num_taken[key] != count
     ]
 
 
@@ -346,6 +348,7 @@ def begin_fork(fork: Fork) -> None:
 
 
 def _write(fork: Fork) -> None:
+    """Write the fork's checkpoint, history, recipe and identity."""
     origin = fork.origin
     # A parent that died may have left lines in the commit only; write them, as the audit of the
     # fork reads the parent's history. A live parent writes its own.
@@ -392,12 +395,16 @@ def _fork_extra(fork: Fork) -> dict[str, Any]:
     """Return the checkpoint's `extra` without the parent's history and evaluation."""
     # The evaluation is of other data or of another average, and would compete with the fork's own
     # ones for `best`.
-    kept = {
+    inherited_extra = {
         key: value
         for key, value in without_history(fork.commit.extra).items()
         if key not in (EVALUATION, EVALUATION_LOSS, FRESH_OPTIMIZER)
     }
-    return {**kept, ATTEMPT: _FIRST, **({FRESH_OPTIMIZER: True} if fork.fresh_optimizer else {})}
+    return {
+        **inherited_extra,
+        ATTEMPT: _FIRST,
+        **({FRESH_OPTIMIZER: True} if fork.fresh_optimizer else {}),
+    }
 
 
 def _copy_file(source: Storage, target: Storage, name: str) -> None:
@@ -408,7 +415,7 @@ def _copy_file(source: Storage, target: Storage, name: str) -> None:
             # Safe, because files of checkpoints never change; saves time and disk space.
             os.link(source.path(name), target.path(name))
             return
-        except OSError:  # another disk, or one without links
+        except OSError:  # another disk, or a file system without links
             pass
     with source.open(name) as original, target.create(name) as copy:
         copyfileobj(original, copy)

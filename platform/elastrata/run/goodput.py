@@ -1,4 +1,4 @@
-"""The time that a run has spent: what it went into, and how long it took to reach a loss."""
+"""The time that a run has spent: its breakdown, and the time to reach a target."""
 
 from __future__ import annotations
 
@@ -19,73 +19,79 @@ _PLANNED = ("resize", "drain", "stop")
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Seconds from the first group's start to the last entry, less the time when the run had ended;
-    each once, by what it went into. None is negative, whatever clocks did, and they add up."""
+    """Seconds from the first group's start to the last entry, by activity.
+
+    The time in which the run had ended is not included. No value is negative, even if clocks
+    jumped, and the values add up to the total.
+    """
 
     steps: float = 0.0
-    """Steps that count."""
+    """Effective steps, without waiting for data."""
     waiting_for_data: float = 0.0
-    """In these, until their data was there."""
+    """Effective steps, while waiting for data."""
     done_again: float = 0.0
-    """Steps on record that a later group did once more. Steps whose record was lost are in
+    """Recorded steps that a later group repeated. Repeated steps without a record are part of
     `recovering`."""
     evaluating: float = 0.0
     saving: float = 0.0
-    """From one step to the next, less evaluations: copies of the state, and the record."""
+    """From one step to the next, without evaluations: copying the state, and recording."""
     starting: Mapping[str, float] = field(default_factory=dict)
-    """Until groups had their first batches, once their processes were there: by phase."""
+    """By phase: from the existence of a group's processes to its first batch."""
     halted: float = 0.0
-    """Planned changes: from a group's last step until the processes of the next were there."""
+    """Planned changes: from a group's last step until the next group's processes existed."""
     recovering: float = 0.0
-    """The same after a loss, with what it takes to notice it and to wait for room."""
+    """The same after a loss, with the time to detect it and to wait for resources."""
     restarting: float = 0.0
-    """The same with another driver; what a launch takes before that is in no history."""
+    """The same with another driver. The history does not contain the launch itself."""
     ending: float = 0.0
-    """From the last step on."""
+    """After the last step."""
     other: float = 0.0
-    """Steps of a group whose start is not in the history."""
+    """Steps of groups whose start is not in the history."""
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum of all values."""
         return sum(self.to_metrics(prefix="").values())
 
     @property
     def share(self) -> float:
-        """That of steps that count in all; 0 where there is none yet."""
+        """The share of effective steps in the total; 0 without any step."""
         return self.steps / self.total if self.total else 0.0
 
     def to_metrics(self, prefix: str = "goodput/") -> dict[str, float]:
-        """Seconds by metric name; the phases of a start together."""
+        """Return seconds by metric name, with the phases of a start added up."""
         plain = {**asdict(self), "starting": sum(self.starting.values())}
         return {f"{prefix}{name}": float(value) for name, value in plain.items()}
 
 
 def goodput(entries: Sequence[Entry]) -> Goodput:
-    """The account of a history."""
+    """Return the time breakdown of a history."""
     groups = attempts(entries)
     timeline = Timeline(entries, groups)
-    again = {id(step) for steps in undone_steps(entries).values() for step in steps}
-    known = [step for group in groups for step in group.steps]
-    counting = [step for step in known if id(step) not in again]
+    # By identity, because the steps of two attempts can have the same number.
+    undone_ids = {id(step) for steps in undone_steps(entries).values() for step in steps}
+    group_steps = [step for group in groups for step in group.steps]
+    counting = [step for step in group_steps if id(step) not in undone_ids]
+    # Bounded by the step's own time, so that `steps` cannot become negative.
     waiting = sum(min(s.get("seconds_waiting_for_data", 0.0), s["seconds"]) for s in counting)
-    ids = set(map(id, known))
+    ids = set(map(id, group_steps))
+    # Their group has no start, so they are not on the timeline.
     orphans = (e for e in entries if e["kind"] == "step" and id(e) not in ids)
     return Goodput(
         steps=max(0.0, sum(step["seconds"] for step in counting) - waiting),
         waiting_for_data=waiting,
-        done_again=sum(step["seconds"] for step in known if id(step) in again),
+        done_again=sum(step["seconds"] for step in group_steps if id(step) in undone_ids),
         evaluating=timeline.evaluating,
         saving=timeline.between_steps,
-        starting=_starting(groups, timeline),
+        starting=_sum_starts(groups, timeline),
         **_between_groups(entries, groups, timeline),
         ending=timeline.ending,
         other=sum(step["seconds"] for step in orphans),
     )
 
 
-def _starting(groups: Sequence[Attempt], timeline: Timeline) -> dict[str, float]:
-    """Seconds by phase, over all groups, until the first step of each began."""
+def _sum_starts(groups: Sequence[Attempt], timeline: Timeline) -> dict[str, float]:
+    """Return the seconds until each group's first step began, by phase and added up over groups."""
     phases: dict[str, float] = {}
     for group in groups:
         for phase, seconds in group.entry.get("seconds", {}).items():
@@ -96,9 +102,11 @@ def _starting(groups: Sequence[Attempt], timeline: Timeline) -> dict[str, float]
 def _between_groups(
     entries: Sequence[Entry], groups: Sequence[Attempt], timeline: Timeline
 ) -> dict[str, float]:
+    """Return the seconds between groups, by the cause of the change."""
     spent = dict.fromkeys(("halted", "recovering", "restarting"), 0.0)
     for index, (before, after) in enumerate(pairwise(groups)):
         why = cause(entries, before, after, has_ended=timeline.has_ended_after(index))
+        # A cause that the history does not name counts as a loss.
         kind = "halted" if why in _PLANNED else "restarting" if why == "restart" else "recovering"
         spent[kind] += timeline.between_groups[index]
     return spent
@@ -106,28 +114,28 @@ def _between_groups(
 
 @dataclass(frozen=True, kw_only=True)
 class TimeToTarget:
-    """How a run stands to its target. All counts are None where it has not reached it."""
+    """The progress of a run towards its target. All counts are None until it is reached."""
 
     metric: str
     at_least: float | None
     at_most: float | None
     reached: bool
     value: float | None
-    """The metric in the first evaluation that reached the target, else of the newest; None: there
-    was none yet, or not finite."""
+    """The metric of the first evaluation that reached the target, else of the newest evaluation;
+    None without an evaluation or if not finite."""
     step: int | None = None
-    """The one after which that evaluation was."""
+    """The step of the first evaluation that reached the target."""
     samples: int | None = None
-    """Seen since the run began, over all workers."""
+    """Samples seen until then by all workers, since the run began."""
     tokens: int | None = None
     seconds: float | None = None
-    """On the clock, from the moment when the first group of workers was ready for its first step:
-    evaluations, faults and pauses between launches included."""
+    """Wall-clock seconds from the readiness of the first group of workers, including evaluations,
+    faults and pauses between launches."""
     seconds_in_steps: float | None = None
-    """The time of the steps that count; those that were rolled back are not among them."""
+    """Seconds of the effective steps, without those that were rolled back."""
 
     def __str__(self) -> str:
-        """For people."""
+        """Describe the progress in one line."""
         bound = f"<= {self.at_most:g}" if self.at_least is None else f">= {self.at_least:g}"
         if not self.reached:
             found = "no evaluation yet" if self.value is None else f"{self.value:.6g}"
@@ -139,7 +147,7 @@ class TimeToTarget:
         )
 
     def to_metrics(self) -> dict[str, float]:
-        """The values to track, by metric name; none before the target is reached."""
+        """Return the values to track, by metric name; empty until the target is reached."""
         counts = {
             "target/step": self.step,
             "target/samples": self.samples,
@@ -151,14 +159,18 @@ class TimeToTarget:
 
 
 def time_to_target(entries: Sequence[Entry], target: TargetConfig) -> TimeToTarget:
-    """How a run stands to a target.
+    """Return the progress of a run towards a target.
 
     Args:
         entries: the run's history.
-        target: of its recipe.
+        target: target of its recipe.
     """
-    done = {step["step"] for step in history.effective_steps(entries)}
-    evaluations = [e for e in history.surviving_evaluations(entries) if e["step"] in done]
+    effective_numbers = {step["step"] for step in history.effective_steps(entries)}
+    # In a damaged history, an evaluation can be of a step that is not on record.
+    evaluations = [
+        e for e in history.surviving_evaluations(entries) if e["step"] in effective_numbers
+    ]
+    # The target counts as reached at the first such evaluation, even if the metric worsens later.
     first = next((entry for entry in evaluations if reached(target, metrics_of(entry))), None)
     newest = first or (evaluations[-1] if evaluations else {})
     value = metrics_of(newest).get(target.metric, math.nan)
@@ -166,14 +178,15 @@ def time_to_target(entries: Sequence[Entry], target: TargetConfig) -> TimeToTarg
         **target.model_dump(),
         reached=first is not None,
         value=value if math.isfinite(value) else None,
-        **(_counts(entries, first) if first else {}),
+        **(_counts_at(entries, first) if first else {}),
     )
 
 
-def _counts(entries: Sequence[Entry], evaluation: Entry) -> dict[str, Any]:
-    """The counts and times of the run when it was evaluated."""
+def _counts_at(entries: Sequence[Entry], evaluation: Entry) -> dict[str, Any]:
+    """Return the counts and times of the run at an evaluation."""
     steps = [s for s in history.effective_steps(entries) if s["step"] <= evaluation["step"]]
     groups = attempts(entries)
+    # A history whose start is missing is counted from its first entry.
     began = groups[0].entry if groups else entries[0]
     timeline = Timeline(entries, groups)
     return {

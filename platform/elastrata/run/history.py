@@ -199,14 +199,16 @@ def sealed(name: PartName, lines: bytes) -> bytes:
 def parse_part(name: PartName, data: bytes) -> Part:
     """Split bytes into the lines and the seal of a part, without parsing the lines."""
     lines = tuple(data.split(b"\n"))
-    whole = tuple(line + b"\n" for line in lines[:-1]) + ((lines[-1],) if lines[-1] else ())
-    if not whole or not is_seal(whole[-1]):
-        return Part(name, whole, None)
+    lines_with_ends = tuple(line + b"\n" for line in lines[:-1]) + (
+        (lines[-1],) if lines[-1] else ()
+    )
+    if not lines_with_ends or not is_seal(lines_with_ends[-1]):
+        return Part(name, lines_with_ends, None)
     try:
         # A seal that cannot be parsed stays among the lines, for `has_torn_seal` to report.
-        return Part(name, whole[:-1], parse_record(Seal, whole[-1], str(name)))
+        return Part(name, lines_with_ends[:-1], parse_record(Seal, lines_with_ends[-1], str(name)))
     except UserError:
-        return Part(name, whole, None)
+        return Part(name, lines_with_ends, None)
 
 
 def read_part(storage: Storage, name: PartName) -> Part:
@@ -256,11 +258,11 @@ def _part_problems(storage: Storage, parts: Sequence[Part]) -> Iterator[str]:
         elif not seal and is_sealed[part.name.writer]:
             yield f"{uri}: altered: it has no seal"
         is_sealed[part.name.writer] |= seal is not None
-    for name in _missing(storage, [part.name for part in parts if not part.foreign_reason]):
+    for name in _find_missing(storage, [part.name for part in parts if not part.foreign_reason]):
         yield f"{storage.uri(str(name))}: missing: there are later parts of its writer"
 
 
-def _missing(storage: Storage, names: Sequence[PartName]) -> list[PartName]:
+def _find_missing(storage: Storage, names: Sequence[PartName]) -> list[PartName]:
     """Return the first part of every gap in the numbering of each attempt's writers."""
     firsts = {PartName(name.attempt, name.writer, 0) for name in names}
     gaps = (firsts | {name.next for name in names}) - set(names)
@@ -362,7 +364,7 @@ def read_parts(
         UserError: a part is not a file or cannot be read.
     """
     names = [name for name in part_names(storage) if wanted(name)]
-    if len(names) <= _READ_THREADS and storage.is_local:  # threads would take longer to start
+    if len(names) <= _READ_THREADS and storage.is_local:  # starting threads would take longer
         return [read_part(storage, name) for name in names]
     with ThreadPoolExecutor(_READ_THREADS) as pool:
         return list(pool.map(partial(read_part, storage), names))
@@ -389,24 +391,24 @@ def surviving_steps(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
     In an intact history they are numbered 1, 2, 3...; in a damaged one, steps are missing or
     duplicated.
     """
-    return _surviving(entries, "step")
+    return _filter_surviving(entries, "step")
 
 
 def surviving_evaluations(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the evaluations of steps that no later attempt rolled back, in order."""
-    return _surviving(entries, "evaluated")
+    return _filter_surviving(entries, "evaluated")
 
 
-def _surviving(entries: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
+def _filter_surviving(entries: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
     """Return the entries of a kind, each about a step, that no later attempt rolled back."""
-    lineage, found, seen = Lineage(), list[Mapping[str, Any]](), list[Mapping[str, Any]]()
+    lineage, surviving, seen = Lineage(), list[Mapping[str, Any]](), list[Mapping[str, Any]]()
     for entry in entries:
         if entry["kind"] == kind:
-            found.append(entry)
+            surviving.append(entry)
             seen.append(entry)
         elif event := lineage.event(entry):
-            found = lineage.left(event, found, seen)
-    return found
+            surviving = lineage.left(event, surviving, seen)
+    return surviving
 
 
 def effective_steps(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -535,19 +537,19 @@ def monotonic_clock() -> str:
     boot_id, _ = here()
     if boot_id is None:
         return uuid.uuid4().hex[:8]
-    with suppress(OSError):  # a container may have its own offset
+    with suppress(OSError):  # a time namespace may shift the clock of a container
         boot_id += str(Path("/proc/self/ns/time").readlink())
     return sha256(boot_id.encode()).hexdigest()[:8]
 
 
 def _first_free_name(storage: Storage, attempt: int, writer: str) -> PartName:
     """Return the name of the part after the last existing one of an attempt's writer."""
-    known = [
+    part_numbers = [
         part.part
         for part in part_names(storage)
         if (part.attempt, part.writer) == (attempt, writer)
     ]
-    return PartName(attempt, writer, max(known, default=-1) + 1)
+    return PartName(attempt, writer, max(part_numbers, default=-1) + 1)
 
 
 def take_over(run: Storage, commit: Commit | None) -> int:
@@ -568,7 +570,7 @@ def take_over(run: Storage, commit: Commit | None) -> int:
 
 
 def _last_saved(checkpoints: Storage) -> int:
-    """Return the last attempt that saved a checkpoint; 0 if there is none or no readable folder."""
+    """Return the last attempt that saved a checkpoint; 0 without a checkpoint or folder."""
     try:
         # If the folder is gone, the run continues from memory, and its history knows the attempts.
         return max((folder.attempt for folder in folders(checkpoints)), default=0)

@@ -1,5 +1,7 @@
-"""The card of an exported model: a README with front matter, as the Hugging Face Hub reads them. It
-says what the model is and what it comes from."""
+"""The card of an exported model: a README with the front matter that the Hugging Face Hub reads.
+
+It describes the model and its provenance.
+"""
 
 from __future__ import annotations
 
@@ -15,46 +17,46 @@ from elastrata_pipelines.format import Manifest
 
 CARD = "README.md"
 _LEFT_OUT = (*MAY_CHANGE, "begin_with")
-"""Where things are; what a run began with is told by its checksum."""
+"""Keys of locations. The initial weights are identified by their checksum instead."""
 _PHASE = re.compile(r"^phases\.\d+\.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """What a card says."""
+    """The content of a model card."""
 
     name: str
-    """The run's."""
+    """The run's name."""
     version: str
-    """Of Elastrata."""
+    """The version of Elastrata."""
     exported_as: ExportedAs
     dtype: str
-    """Of the weights: `float32`."""
+    """The dtype of the weights: `float32`."""
     weights: str = "trained"
-    """Which of the checkpoint's: `trained`, `average`, `mean:5`..."""
+    """Which weights of the checkpoint: `trained`, `average`, `mean:5`..."""
     parameters: int | None
-    """Numbers in the weight files; None: not counted."""
+    """Number of values in the weight files; None if not counted."""
     steps: int
     samples: int
     tokens: int
     metrics: Mapping[str, float]
-    """Of the evaluation after the last step; empty: there was none."""
+    """Metrics of the evaluation after the last step; empty without one."""
     checkpoint: str
-    """The name of the commit..."""
+    """The commit's name."""
     checkpoint_sha256: str
-    """... and the SHA-256 of its marker, which has those of its files."""
+    """SHA-256 of the commit's marker, which holds the checksums of its files."""
     mlflow_run_id: str | None
     digest: str | None
-    """That of `elastrata audit`; None: the history could not be read."""
+    """The digest of `elastrata audit`; None if the history could not be read."""
     parent: Parent | None
-    """What the run began with; None: drawn weights."""
+    """The initial weights; None: initialised at random."""
     data: Sequence[Manifest]
-    """That of every phase."""
+    """The manifests of the data sets of all phases."""
     recipe: Mapping[str, Any]
-    """All values."""
+    """All values of the recipe."""
 
     def to_markdown(self) -> str:
-        """The README."""
+        """Return the README."""
         front = dump_yaml(self._front_matter())
         sections = [
             f"# {self.name}",
@@ -80,6 +82,8 @@ class ModelCard:
         }
         if not self.metrics:
             return front
+        # The hub requires a data set for each metric. Evaluations are on data held out of the last
+        # phase's data set.
         data = {"type": "elastrata", "name": f"held out of {self.data[-1].fingerprint[:12]}"}
         metrics = [
             {"type": name.removeprefix("eval/"), "name": name, "value": value}
@@ -90,18 +94,21 @@ class ModelCard:
 
     def _introduction(self) -> str:
         size = "" if self.parameters is None else f" of {self.parameters:,} parameters"
-        begun = "" if self.parent is None else f", begun with other weights, `{self._parent()}`"
+        begun_text = (
+            "" if self.parent is None else f", begun with other weights, `{self._parent()}`"
+        )
         return (
             f"A `{self.recipe['workload']['name']}`{size}, pre-trained with Elastrata "
             f"{self.version}: {self.steps:,} steps, {self.samples:,} samples, {self.tokens:,} "
-            f"tokens{begun}. Its weights are in {self.dtype}."
+            f"tokens{begun_text}. Its weights are in {self.dtype}."
         )
 
     def _parent(self) -> str:
-        """The parent's name, without its place."""
+        """Return the parent's name without its location."""
         if self.parent is None:
             return ""
         step = "" if self.parent.step is None else f", step {self.parent.step:,}"
+        # The path would reveal folders of the machine, and means nothing elsewhere.
         return self.parent.url.rstrip("/").rpartition("/")[2] + step
 
     def _usage(self) -> str:
@@ -115,6 +122,7 @@ class ModelCard:
         return "```python\n" + "\n".join(lines) + "\n```"
 
     def _data_rows(self) -> list[tuple[str, ...]]:
+        # Several phases can share a data set.
         distinct = {manifest.fingerprint: manifest for manifest in self.data}
         return [
             (f"{m.samples:,}", f"{m.tokens:,}", f"{m.seq_len:,}", f"`{fingerprint}`")
@@ -126,40 +134,42 @@ class ModelCard:
         return _table(("held out", ""), rows)
 
     def _provenance(self) -> list[tuple[str, str]]:
-        found = {
+        facts = {
             "checkpoint": f"`{self.checkpoint}`",
-            "its weights": "" if self.weights == "trained" else _code(self.weights),
+            "its weights": "" if self.weights == "trained" else _as_code(self.weights),
             "SHA-256 of its marker": f"`{self.checkpoint_sha256}`",
-            "digest of all samples, step by step (`elastrata audit`)": _code(self.digest),
-            "SHA-256 of the weights it began with": _code(
+            "digest of all samples, step by step (`elastrata audit`)": _as_code(self.digest),
+            "SHA-256 of the weights it began with": _as_code(
                 self.parent.sha256 if self.parent else None
             ),
-            "MLflow run": _code(self.mlflow_run_id),
-            "tokenizer": _code(self.data[0].tokenizer_fingerprint),
+            "MLflow run": _as_code(self.mlflow_run_id),
+            "tokenizer": _as_code(self.data[0].tokenizer_fingerprint),
         }
-        return [(what, value) for what, value in found.items() if value]
+        # Unknown facts are empty and left out.
+        return [(what, value) for what, value in facts.items() if value]
 
 
 def what_is_learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe that decide what is learned, and not where or how it is computed."""
-    left: dict[str, Any] = _without(dict(recipe), "")
-    return left
+    """Return the recipe values that affect learning, without those about location and execution."""
+    values: dict[str, Any] = _drop_changeable(dict(recipe), "")
+    return values
 
 
-def _without(tree: Any, path: str) -> Any:
-    """A tree without the keys that may change."""
+def _drop_changeable(tree: Any, path: str) -> Any:
+    """Return a nested value without the keys that may change."""
     if isinstance(tree, list):
-        return [_without(value, f"{path}{number}.") for number, value in enumerate(tree)]
+        return [_drop_changeable(value, f"{path}{number}.") for number, value in enumerate(tree)]
     if not isinstance(tree, dict):
         return tree
     return {
-        key: _without(value, f"{path}{key}.")
+        key: _drop_changeable(value, f"{path}{key}.")
         for key, value in tree.items()
+        # The same keys may change inside a phase.
         if _PHASE.sub("", f"{path}{key}") not in _LEFT_OUT
     }
 
 
-def _code(text: str | None) -> str:
+def _as_code(text: str | None) -> str:
     return f"`{text}`" if text else ""
 
 

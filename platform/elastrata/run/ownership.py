@@ -111,7 +111,7 @@ class Ownership:
         self._newest: NewestStep | None = None
         self._ending, self._was_lost = Event(), Event()
         # A daemon thread, so that a hung storage does not block the interpreter's exit.
-        self._thread = Thread(target=self._keep, name="elastrata-ownership", daemon=True)
+        self._thread = Thread(target=self._keep_alive, name="elastrata-ownership", daemon=True)
         self._thread.start()
 
     @property
@@ -133,11 +133,11 @@ class Ownership:
         self._ending.set()
         self._thread.join(_CLOSING_SECONDS)
 
-    def _keep(self) -> None:
+    def _keep_alive(self) -> None:
+        """Write heartbeats until the run is released or lost."""
         # All writing is done here, so that no late beat can undo the release.
         # The first check is early: two drivers that started together on a store without locks both
         # may believe that they are alone.
-        """Write heartbeats until the run is released or lost."""
         wait = min(_FIRST_LOOK_SECONDS, self._owner.beat_seconds)
         while not self._ending.wait(wait):
             wait = self._owner.beat_seconds
@@ -202,13 +202,15 @@ def own_run(
         # The owner may have changed since the first look.
         if not is_alone or (rival and not rival.released and rival.token != _token(previous_owner)):
             raise UserError(
-                _in_use(run, rival) if rival else f"{run.uri()}: another command is beginning there"
+                _in_use_message(run, rival)
+                if rival
+                else f"{run.uri()}: another command is beginning there"
             )
         _write(run, own_record)
         # Read back what storage has kept: of two simultaneous writers the later one wins.
         winner = read_owner(run)
-    if winner and winner.token != own_record.token:  # a remote store, which has no lock
-        raise UserError(_in_use(run, winner))
+    if winner and winner.token != own_record.token:  # only in a remote store, which has no lock
+        raise UserError(_in_use_message(run, winner))
     ownership = Ownership(run, own_record, lost)
     try:
         yield ownership
@@ -240,7 +242,7 @@ def _is_copied(run: Storage, owner: Owner) -> bool:
     if owner.folder in (None, run.uri()) or not run.is_local:
         return False
     original = Path(owner.folder, DRIVER_FILE)
-    # A folder that is reached by two paths, through a link, has one file.
+    # A folder that is reached by two paths, for example through a link, is not a copy.
     return original.exists() and not original.samefile(run.path(DRIVER_FILE))
 
 
@@ -262,8 +264,8 @@ def owner_is_alive(run: Storage) -> bool | None:
     owner = read_owner(run)
     if owner is None or owner.released:
         return False
-    if (seen := owner.lives) is not None:
-        return seen
+    if (is_alive := owner.lives) is not None:
+        return is_alive
     # A recent heartbeat proves life; an old one proves nothing, as clocks of hosts differ.
     return abs(time.time() - owner.time) <= FRESH_BEATS * owner.beat_seconds or None
 
@@ -287,7 +289,7 @@ class Driver:
 
 
 def look_at_driver(run: Storage) -> Driver:
-    """Return what is known about a run's driver; a damaged file counts as no driver."""
+    """Return the known facts about a run's driver; a damaged file counts as no driver."""
     try:
         owner = read_owner(run)
         if owner is None:
@@ -326,7 +328,7 @@ def _refuse_if_alive(run: Storage, owner: Owner, warn: Callable[[str], None]) ->
         with _storage_errors(run, "read"):
             lives = _still_beats(run, owner, seconds)
     if lives:
-        raise UserError(_in_use(run, owner))
+        raise UserError(_in_use_message(run, owner))
     warn(f"{run.uri()}: its driver ({owner}) is dead; taking over")
 
 
@@ -344,7 +346,8 @@ def _still_beats(run: Storage, owner: Owner, seconds: float) -> bool:
     return False
 
 
-def _in_use(run: Storage, owner: Owner) -> str:
+def _in_use_message(run: Storage, owner: Owner) -> str:
+    """Return the message about a run that another driver owns."""
     return (
         f"{run.uri()}: driven by {owner}; wait for its end, stop it there (kill {owner.pid}), "
         "or choose another --name"

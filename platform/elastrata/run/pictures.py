@@ -1,4 +1,4 @@
-"""The pictures of a run: drawn from its history, kept in its folder and on its record."""
+"""The plots of a run: drawn from its history, stored in its folder and in its MLflow record."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ HELD_OUT_LOSSES = "held-out-losses.png"
 
 
 def publish_pictures(run: Storage, length_histogram: Sequence[int], tracker: Tracker) -> None:
-    """Draws the loss curve and the length strata, of a run with weights at zero their share and the
-    FLOPs, of one with sources their shares and losses, and of one with sources or
-    `evaluation.sets` their held-out losses; writes them to `plots/` of the run and to MLflow.
+    """Draw the plots of a run; write them to its folder `plots/` and to MLflow.
+
+    Every run gets the loss curve and the length strata. A run with weights at zero also gets their
+    share and the FLOPs; one with sources, their shares and losses; one with sources or
+    `evaluation.sets`, their held-out losses.
 
     Args:
-        run: the run's folder; its history holds a step at least.
-        length_histogram: of the training data, as the manifest has it.
+        run: the run's folder, whose history has at least one step.
+        length_histogram: of the training data, from its manifest.
         tracker: the run's open record.
     """
     with TemporaryDirectory() as scratch:
@@ -49,10 +51,11 @@ def publish_pictures(run: Storage, length_histogram: Sequence[int], tracker: Tra
         if any(step.get("batch_tokens_by_source") for step in steps):
             share_curves(steps, Path(scratch) / SHARES)
             source_losses(steps, Path(scratch) / SOURCE_LOSSES)
-        told = evaluations(entries, steps)
-        if any(losses_by_source(one) or losses_by_set(one) for one in told):
-            held_out_losses(told, Path(scratch) / HELD_OUT_LOSSES)
+        held_out = evaluations(entries, steps)
+        if any(losses_by_source(one) or losses_by_set(one) for one in held_out):
+            held_out_losses(held_out, Path(scratch) / HELD_OUT_LOSSES)
         length_strata(length_histogram, Path(scratch) / LENGTH_STRATA)
+        # Drawn completely before any is published, so that all show the same state.
         for path in sorted(Path(scratch).iterdir()):
             data = path.read_bytes()
             run.write(data, FOLDER, path.name)
@@ -62,12 +65,13 @@ def publish_pictures(run: Storage, length_histogram: Sequence[int], tracker: Tra
 def evaluations(
     entries: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, float]]:
-    """The metrics of the evaluations that count, by name, each with `tokens` seen.
+    """Return the metrics of each effective evaluation by name, with `tokens` seen.
 
     Args:
-        entries: of the history.
-        steps: those of them that count.
+        entries: the run's history.
+        steps: the effective steps.
     """
+    # A run can be evaluated before its first step.
     tokens = {0: 0} | {step["step"]: step["tokens"] for step in steps}
     return [
         {**metrics_of(entry), "tokens": tokens[entry["step"]]}
@@ -79,12 +83,13 @@ def evaluations(
 def losses(
     entries: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Training and held-out losses of the run as it counts, without what was rolled back.
+    """Return the training losses of the effective steps, and all held-out losses.
 
     Args:
-        entries: of its history.
-        steps: those of them that count.
+        entries: the run's history.
+        steps: the effective steps.
     """
+    # A step that was repeated is evaluated again: the later evaluation replaces the earlier one.
     held_out = {
         entry["step"]: entry["eval/loss"] for entry in entries if entry["kind"] == "evaluated"
     }

@@ -1,6 +1,6 @@
-"""A process of this machine, told apart from all others, those of the same id before it included.
+"""Identification of a process on this machine, unambiguous even when process ids are reused.
 
-Nothing heavy is imported here.
+This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -13,56 +13,60 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Process:
-    """A process, as long as its host runs and after."""
+    """The identity of a process, unique across hosts and reboots."""
 
     boot_id: str
-    """The host's boot id, new at every start."""
+    """The host's boot id, new at every boot."""
     pid_namespace: str
-    """The namespace that `pid` counts in: containers of one host share its boot id, not its process
-    ids."""
+    """The PID namespace of `pid`. Containers on one host share its boot id, but not its PIDs."""
     pid: int
     start: int
-    """Clock ticks from the host's start to that of the process: ids are given again."""
+    """Clock ticks from the host's boot to the process's start."""
 
     def lives(self) -> bool | None:
-        """Whether it exists; None where this process cannot see that."""
+        """Return whether the process exists; None if this process cannot see that."""
+        # PIDs of another host, boot or container mean nothing here.
         if (self.boot_id, self.pid_namespace) != here():
             return None
         return lives(self.pid, self.start)
 
 
 def this_process() -> Process | None:
-    """The calling process; None where the system does not show what tells it apart."""
-    (boot_id, pid_namespace), now = here(), stat(os.getpid())
-    if boot_id is None or pid_namespace is None or now is None:
+    """Return the calling process; None if the system cannot identify it unambiguously."""
+    (boot_id, pid_namespace), status = here(), stat(os.getpid())
+    if boot_id is None or pid_namespace is None or status is None:
         return None
-    return Process(boot_id, pid_namespace, os.getpid(), now[1])
+    return Process(boot_id, pid_namespace, os.getpid(), status[1])
 
 
 def lives(pid: int, start: int | None) -> bool | None:
-    """Whether the process of that id and start exists here; None where the system does not tell."""
+    """Return whether a process with this PID and start exists here; None if unknown."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # another user's
-    now = stat(pid)
-    return None if now is None else now[0] not in "ZX" and now[1] == start
+        pass  # the process exists, but is another user's
+    status = stat(pid)
+    # Zombies (Z) and dead processes (X) no longer run; another start time means that the PID was
+    # reused.
+    return None if status is None else status[0] not in "ZX" and status[1] == start
 
 
 def here() -> tuple[str | None, str | None]:
-    """This host's boot id and this process's pid namespace, where the system shows them."""
+    """Return the host's boot id and this process's PID namespace, or None for both."""
     with suppress(OSError):
+        # Linux only; other systems have no /proc.
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return boot_id, str(Path("/proc/self/ns/pid").readlink())
     return None, None
 
 
 def stat(pid: int) -> tuple[str, int] | None:
-    """State and start of a process, where the system shows them."""
+    """Return the state and start time of a process; None if the system does not reveal them."""
     with suppress(OSError):
-        # The name, in brackets, may hold anything, bytes that are no text included.
+        # The process name, in brackets, may contain brackets, spaces and bytes that are not text.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+        # Fields 3 (state) and 22 (starttime) of proc(5).
         return fields[0], int(fields[19])
     return None

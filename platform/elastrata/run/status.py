@@ -41,22 +41,22 @@ def run_state(
     """
     # Entries decide, in the order in which they were written. The clock decides only if neither the
     # driver's process nor an entry does: for a driver on another host, and in old histories.
-    if ended := _end(entries, driver):
+    if ended := _find_end(entries, driver):
         state = _ENDS.get(ended["status"], "failed")
         reason = ended.get("text") or _halt_reason(entries)
         return state, f"{state}: {reason}" if reason and state != "finished" else state
-    seen = last_sign(entries, driver)
+    last_seen = last_sign(entries, driver)
     steps = [entry["seconds"] for entry in entries if entry["kind"] == "step"][-1:]
     # Long steps write rarely, so a slow run may be quiet for longer.
     limit = max([SILENT_SECONDS, *(10 * seconds for seconds in steps)])
     # By absolute value: the clock of another host may be ahead.
-    is_recent = seen is not None and abs(now - seen) <= limit
+    is_recent = last_seen is not None and abs(now - last_seen) <= limit
     if driver.alive or (driver.alive is None and is_recent and not done):
         return "running", "running"
     if done:
         return "finished", "finished"
-    since = f"since {utc(seen)}" if seen else "yet"
-    return "silent", f"no sign of life {since}{_unrecorded(entries, driver)}"
+    since = f"since {utc(last_seen)}" if last_seen else "yet"
+    return "silent", f"no sign of life {since}{_describe_unrecorded(entries, driver)}"
 
 
 def last_sign(entries: Sequence[Entry], driver: Driver) -> float | None:
@@ -64,7 +64,7 @@ def last_sign(entries: Sequence[Entry], driver: Driver) -> float | None:
     newest = max((entry["attempt"] for entry in entries), default=0)
     last = [entry["time"] for entry in entries if entry["attempt"] == newest][-1:]
     ended = [entry["time"] for entry in entries if entry["kind"] == "ended"][-1:]
-    return max([driver.seen, *last, *(ended if _end(entries, driver) else [])]) or None
+    return max([driver.seen, *last, *(ended if _find_end(entries, driver) else [])]) or None
 
 
 def utc(seconds: float) -> str:
@@ -72,7 +72,7 @@ def utc(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _unrecorded(entries: Sequence[Entry], driver: Driver) -> str:
+def _describe_unrecorded(entries: Sequence[Entry], driver: Driver) -> str:
     """Return a note on steps that a dead driver had heard of and the history lacks."""
     steps = (entry["step"] for entry in entries if entry["kind"] == "step")
     if driver.newest and driver.newest.step > (last := max(steps, default=0)):
@@ -80,7 +80,7 @@ def _unrecorded(entries: Sequence[Entry], driver: Driver) -> str:
     return ""
 
 
-def _end(entries: Sequence[Entry], driver: Driver) -> Entry | None:
+def _find_end(entries: Sequence[Entry], driver: Driver) -> Entry | None:
     """Return the entry about the end of the newest launch; None if that launch has not ended."""
     ended = next((entry for entry in reversed(entries) if entry["kind"] == "ended"), None)
     if ended is None:

@@ -1,4 +1,4 @@
-"""The samples of a step: where each is stored, told by the order, proven by the step's digest."""
+"""The samples of a step: located by the order of samples, and verified by the step's digest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stripes import Stripes
 
 ANY = ""
-"""In the place of a source's name: of all."""
+"""Key for the text of all sources, in place of a source's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,33 +32,32 @@ class StepSample:
     id: str
     """16 hex digits."""
     epoch: int
-    """Of its data set, counted from 0."""
+    """Epoch of its data set, counted from 0."""
     tokens: int
     shard: str
     row: int
-    """In the shard."""
+    """Row within the shard."""
     origin: Origin | None = None
-    """The document that it begins with; None where the text is not at hand."""
+    """The document with which it begins; None if the text is not available."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
 
 def step_samples(
     run: Storage, step: int, text: Mapping[str, Sequence[str]] | None = None
 ) -> list[StepSample]:
-    """The samples of a step of a run, in the order of its sources.
+    """Return the samples of a step of a run, in the order of its sources.
 
     Args:
-        run: its folder.
-        step: as its history counts them.
-        text: where the text of each source of a preparation lies, by its name or `ANY`, to find
-            documents in.
+        run: the run's folder.
+        step: number of the step in the run's history.
+        text: paths of the text of each source, by its name or `ANY`, in which to find documents.
 
     Raises:
-        UserError: there is no such step, its data set is not what it was, or the samples are not
-            those that the step has seen.
+        UserError: there is no such step, its data set has changed, or the samples do not match the
+            step's digest.
     """
     identity = read_identity(run)
     if identity is None:
@@ -70,12 +69,14 @@ def step_samples(
         where = f"; steps up to {origin.step} are those of {origin.url}" if origin else ""
         last = f"1 to {steps[-1]['step']:,}" if steps else "none"
         raise UserError(f"--step: {step}: not on record in {run.uri()}: expected {last}{where}")
+    # Computed for the one step alone, from its position.
     (taken,) = taken_by([entry], read_summary(run).phases, identity, run.uri(RUN_FILE))
     found, total = list[StepSample](), 0
     for part in taken:
-        samples, part_of_digest = _of_data_set(part, text or {})
+        samples, part_of_digest = _samples_of_data_set(part, text or {})
         found += samples
         total += part_of_digest
+    # The digest proves that these are the samples which were trained on.
     if f"{total % 2**64:016x}" != entry["digest"]:
         raise UserError(
             f"{run.uri('history')}: step {step}: digest {entry['digest']}, but the data gives "
@@ -84,11 +85,13 @@ def step_samples(
     return found
 
 
-def _of_data_set(taken: Taken, text: Mapping[str, Sequence[str]]) -> tuple[list[StepSample], int]:
-    """The samples of one data set in a step, and their part of its digest."""
-    storage = Storage(taken.data_set.url)
+def _samples_of_data_set(
+    part: Taken, text: Mapping[str, Sequence[str]]
+) -> tuple[list[StepSample], int]:
+    """Return a step's samples of one data set, and their part of the step's digest."""
+    storage = Storage(part.data_set.url)
     manifest = Manifest.read(storage)
-    if manifest.fingerprint != taken.data_set.fingerprint:
+    if manifest.fingerprint != part.data_set.fingerprint:
         raise UserError(
             f"{storage.uri()}: not the data set any more that the run was trained on; prepared "
             "again from the same text in the same way, it is"
@@ -96,16 +99,19 @@ def _of_data_set(taken: Taken, text: Mapping[str, Sequence[str]]) -> tuple[list[
     order = Order(
         num_samples=manifest.samples,
         stripe_size=manifest.stripe_size,
-        window_stripes=taken.phase.window_stripes,
-        seed=taken.phase.seed,
+        window_stripes=part.phase.window_stripes,
+        seed=part.phase.seed,
     )
-    places = order.places(*taken.span)
+    places = order.places(*part.span)
     table, index = Stripes(storage, manifest).rows(places)
     ids = table["sample_id"].to_numpy()[index]
     lengths = table["length"].to_numpy()[index]
     names = source_names(storage)
-    asked = {name: paths for name in names if (paths := text.get(name) or text.get(ANY))}
-    origins = find_origins(storage, manifest, ids.tolist(), asked) if asked else {}
+    # A source's own text has precedence over that of all sources.
+    requested_text = {name: paths for name in names if (paths := text.get(name) or text.get(ANY))}
+    origins = (
+        find_origins(storage, manifest, ids.tolist(), requested_text) if requested_text else {}
+    )
     samples = [
         StepSample(
             data_set=storage.uri(),
@@ -120,19 +126,21 @@ def _of_data_set(taken: Taken, text: Mapping[str, Sequence[str]]) -> tuple[list[
             ids.tolist(),
             places.epochs.tolist(),
             lengths.tolist(),
-            _stored(manifest, places.stripes.tolist(), places.rows.tolist()),
+            _locate_rows(manifest, places.stripes.tolist(), places.rows.tolist()),
             strict=True,
         )
     ]
-    identities = ids if taken.source is None else mixed_ids(taken.source, ids)
+    # The digest of a mixture distinguishes equal ids of different sources.
+    identities = ids if part.source is None else mixed_ids(part.source, ids)
     return samples, digest(identities)
 
 
-def _stored(
+def _locate_rows(
     manifest: Manifest, stripes: Sequence[int], rows: Sequence[int]
 ) -> list[tuple[str, int]]:
-    """Shard and row in it of rows of stripes."""
+    """Return the shard and the row within it for each row of a stripe."""
     starts = manifest.first_stripes
+    # Stripes are numbered across all shards, in order.
     numbers = [bisect_right(starts, stripe) - 1 for stripe in stripes]
     return [
         (manifest.shards[number].path, (stripe - starts[number]) * manifest.stripe_size + row)

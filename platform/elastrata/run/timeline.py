@@ -75,7 +75,7 @@ def attempts(entries: Sequence[Entry]) -> list[Attempt]:
     undone_counts = Counter(
         step["attempt"] for steps in undone_steps(entries).values() for step in steps
     )
-    undone_counts.update(_unrecorded(entries))
+    undone_counts.update(_count_unrecorded(entries))
     # These groups flushed their history before they ended, so no step of theirs is unknown.
     flushed_attempts = {entry["attempt"] for entry in entries if entry["kind"] in _FLUSHED_KINDS}
     starts = [entry for entry in entries if entry["kind"] == "started"]
@@ -103,7 +103,7 @@ def attempts(entries: Sequence[Entry]) -> list[Attempt]:
     ]
 
 
-def _unrecorded(entries: Sequence[Entry]) -> Counter[int]:
+def _count_unrecorded(entries: Sequence[Entry]) -> Counter[int]:
     """Return, by attempt, the number of undone steps that only the driver knows of."""
     undone = undone_steps(entries)
     starts = [entry["attempt"] for entry in entries if entry["kind"] == "started"]
@@ -137,14 +137,14 @@ def newest_known_step(entries: Sequence[Entry], newest: int) -> int:
 
 def undone_steps(entries: Iterable[Entry]) -> dict[int, list[Entry]]:
     """Return the steps that each attempt rolled back, by the attempt that did so."""
-    lineage, steps, seen = Lineage(), list[Entry](), list[Entry]()
+    lineage, steps, seen_steps = Lineage(), list[Entry](), list[Entry]()
     undone: dict[int, list[Entry]] = {}
     for entry in entries:
         if entry["kind"] == "step":
             steps.append(entry)
-            seen.append(entry)
+            seen_steps.append(entry)
         elif event := lineage.event(entry):
-            left = lineage.left(event, steps, seen)
+            left = lineage.left(event, steps, seen_steps)
             # By identity, because steps of two attempts can be equal in number.
             kept = set(map(id, left))
             undone[event.attempt] = [step for step in steps if id(step) not in kept]
@@ -219,8 +219,7 @@ def recoveries(entries: Sequence[Entry]) -> list[Recovery]:
 
 
 def _seconds_unrecorded(entries: Sequence[Entry], lost: Sequence[int]) -> float | None:
-    """Return how long lost groups may have done unrecorded steps; None if unknown for any of
-    them."""
+    """Return how long lost groups may have done unrecorded steps; None if unknown."""
     unheard = {
         entry["attempt"]: float(entry["seconds_unheard"])
         for entry in entries
@@ -253,7 +252,7 @@ def cause(entries: Sequence[Entry], before: Attempt, after: Attempt, *, has_ende
         has_ended: whether the run had ended between them.
     """
 
-    def happened(kind: str) -> Iterator[Entry]:
+    def entries_of_kind(kind: str) -> Iterator[Entry]:
         """Return the entries of a kind about the groups before `after`."""
         return (
             entry
@@ -262,11 +261,11 @@ def cause(entries: Sequence[Entry], before: Attempt, after: Attempt, *, has_ende
             if entry["kind"] == kind and before.attempt <= entry["attempt"] < after.attempt
         )
 
-    if next(happened("returned"), None):
+    if next(entries_of_kind("returned"), None):
         return "returned"
-    if halted := next(happened("halted"), None):
+    if halted := next(entries_of_kind("halted"), None):
         return str(halted["reason"])
-    if next(happened("fault"), None):
+    if next(entries_of_kind("fault"), None):
         return "fault"
     return "restart" if has_ended else "unknown"
 
@@ -326,19 +325,19 @@ class Timeline:
         self._idle = 0.0
         # Keyed by identity: entries are dicts, which are not hashable.
         self._at: dict[int, tuple[float, float]] = {}
-        self._ends = _ends(entries, groups)
+        self._first_ends = _first_ends(entries, groups)
         entries_by_attempt: dict[int, list[Entry]] = {}
         for entry in entries:
             entries_by_attempt.setdefault(entry["attempt"], []).append(entry)
         for index, group in enumerate(groups):
             entries_of_group = entries_by_attempt[group.attempt]
             after = groups[index + 1] if index + 1 < len(groups) else None
-            self._train(group, entries_of_group)
-            self._leave(group, entries_of_group, self._ends.get(index), after)
+            self._add_training(group, entries_of_group)
+            self._add_ending(group, entries_of_group, self._first_ends.get(index), after)
 
     def has_ended_after(self, index: int) -> bool:
         """Return whether the run had ended between the group at `index` and the next one."""
-        return index in self._ends
+        return index in self._first_ends
 
     def elapsed(self, before: Entry, after: Entry, *, with_pauses: bool = False) -> float:
         """Return the seconds between two entries of groups: starts, steps or evaluations.
@@ -349,24 +348,24 @@ class Timeline:
             with_pauses: whether to include the time in which the run had ended.
         """
         first, second = self._at.get(id(before)), self._at.get(id(after))
-        if first is None or second is None:  # of a group without a start
+        if first is None or second is None:  # an entry of a group without a `started` entry
             return seconds_between(before, after)
         (begun, idle_before), (done, idle_after) = first, second
         paused = idle_after - idle_before if with_pauses else 0.0
         return max(0.0, done - begun + paused)
 
-    def _train(self, group: Attempt, entries: Sequence[Entry]) -> None:
+    def _add_training(self, group: Attempt, entries: Sequence[Entry]) -> None:
         """Add the time of a group from its start to its last step."""
         self.seconds += group.seconds_starting
         before, evaluated, has_step = group.entry, 0.0, False
-        self._note(before, 0.0)
+        self._place(before, 0.0)
         for entry in entries:
             if entry["kind"] == "evaluated":
                 evaluated += entry.get("seconds", 0.0)
-                self._note(entry, max(evaluated, seconds_between(before, entry)))
+                self._place(entry, max(evaluated, seconds_between(before, entry)))
             elif entry["kind"] == "step":
                 measured = entry["seconds"] + evaluated
-                # Measured durations win over clocks: the rest is what the clock shows beyond them.
+                # Measured durations win over clocks: `rest` is the clock's difference beyond them.
                 rest = max(0.0, seconds_between(before, entry) - measured)
                 self.seconds += measured + rest
                 self.evaluating += evaluated
@@ -374,23 +373,24 @@ class Timeline:
                     self.between_steps += rest
                 else:
                     self.first_steps += rest
-                self._note(entry, 0.0)
+                self._place(entry, 0.0)
                 before, evaluated, has_step = entry, 0.0, True
 
-    def _leave(
+    def _add_ending(
         self, group: Attempt, entries: Sequence[Entry], ended: Entry | None, after: Attempt | None
     ) -> None:
         """Add the time from a group's last step to the next group or to the last entry."""
         last = group.steps[-1] if group.steps else group.entry
         # Evaluations after the last step belong to no step of this group.
-        later_entries = entries[_index(entries, last) + 1 :]
+        later_entries = entries[_index_of(entries, last) + 1 :]
         evaluated = sum(e.get("seconds", 0.0) for e in later_entries if e["kind"] == "evaluated")
         if ended:
             seconds = seconds_between(last, ended)
         elif after:
             seconds = max(0.0, seconds_between(last, after.entry) - after.seconds_starting)
         else:
-            # A driver's part comes after its first group's: faults precede the groups they are of.
+            # The driver's entries follow those of its first group: a fault can precede the entries
+            # of the group that it is about.
             later = [
                 *(e for e in entries if e["kind"] == "fault"),
                 *filter(_is_of_group, later_entries),
@@ -407,12 +407,12 @@ class Timeline:
             idle = seconds_between(ended, after.entry) - after.seconds_starting
             self._idle += max(0.0, idle)
 
-    def _note(self, entry: Entry, later: float) -> None:
+    def _place(self, entry: Entry, later: float) -> None:
         """Place an entry on the timeline, `later` seconds after the current end."""
         self._at[id(entry)] = self.seconds + later, self._idle
 
 
-def _ends(entries: Sequence[Entry], groups: Sequence[Attempt]) -> dict[int, Entry]:
+def _first_ends(entries: Sequence[Entry], groups: Sequence[Attempt]) -> dict[int, Entry]:
     """Return the first end after each group that the run ended after, by the group's index."""
     ends: dict[int, Entry] = {}
     for entry in entries:
@@ -422,7 +422,7 @@ def _ends(entries: Sequence[Entry], groups: Sequence[Attempt]) -> dict[int, Entr
     return ends
 
 
-def _index(entries: Sequence[Entry], wanted: Entry) -> int:
+def _index_of(entries: Sequence[Entry], wanted: Entry) -> int:
     """Return the index of an entry, by identity."""
     return next(i for i, entry in enumerate(entries) if entry is wanted)
 

@@ -1,5 +1,4 @@
-"""The weights that are exported or evaluated: a checkpoint's as trained, their average, or the mean
-over several checkpoints."""
+"""Weights to export or evaluate: a checkpoint's own, its average, or a mean of checkpoints."""
 
 from __future__ import annotations
 
@@ -22,16 +21,18 @@ _MEAN = re.compile(r"mean:([1-9]\d{0,3})")
 
 
 def read_weights(run: Storage, commit: Commit, wanted: str) -> Mapping[str, Tensor]:
-    """The model of a checkpoint as plain tensors, each read, or averaged, when it is asked for.
+    """Return the model of a checkpoint as plain tensors, which are read lazily.
 
     Args:
         run: the run's folder.
         commit: one of its checkpoints.
-        wanted: `trained`; `average`, the exponential one of the recipe's `average`; or `mean:K`, of
-            the last K checkpoints there are up to this one (Izmailov et al., arXiv 1803.05407).
+        wanted: `trained`; `average`, the exponential average of the recipe's `average`; or
+            `mean:K`, the mean of the last K checkpoints up to this one (Izmailov et al., arXiv
+            1803.05407).
 
     Raises:
-        UserError: there is no such choice, no average in the checkpoint, or too few checkpoints.
+        UserError: the choice is invalid, the checkpoint has no average, or there are too few
+            checkpoints.
     """
     checkpoints = run.sub("checkpoints")
     if wanted == TRAINED:
@@ -40,7 +41,7 @@ def read_weights(run: Storage, commit: Commit, wanted: str) -> Mapping[str, Tens
         return _average(checkpoints, commit)
     if mean := _MEAN.fullmatch(wanted):
         saved = last_commits(run, commit, int(mean[1]))
-        return _Mean([ModelTensors(checkpoints, one) for one in saved])
+        return _MeanModel([ModelTensors(checkpoints, one) for one in saved])
     raise UserError(
         f"--weights: {wanted}: expected trained, average, or the mean of some checkpoints, such as "
         f"mean:5{nearest(wanted, _KINDS)}"
@@ -48,7 +49,7 @@ def read_weights(run: Storage, commit: Commit, wanted: str) -> Mapping[str, Tens
 
 
 def last_commits(run: Storage, commit: Commit, count: int) -> list[Commit]:
-    """So many checkpoints that count, up to one of them, that one first.
+    """Return the last `count` checkpoints up to and including `commit`, newest first.
 
     Raises:
         UserError: there are fewer, or one is damaged.
@@ -57,33 +58,36 @@ def last_commits(run: Storage, commit: Commit, count: int) -> list[Commit]:
     earlier = [
         other
         for other in commits(checkpoints)
+        # Checkpoints that were rolled back are of another trajectory.
         if other.step < commit.step and lineage.counts(*other.place)
     ]
-    found = [commit, *sorted(earlier, key=lambda other: -other.step)]
-    if len(found) < count:
-        steps = ", ".join(str(one.step) for one in reversed(found))
+    candidates = [commit, *sorted(earlier, key=lambda other: -other.step)]
+    # `checkpoint.keep_last` limits how many are stored.
+    if len(candidates) < count:
+        steps = ", ".join(str(one.step) for one in reversed(candidates))
         raise UserError(
-            f"--weights: mean:{count}: expected at most mean:{len(found)}: up to step "
+            f"--weights: mean:{count}: expected at most mean:{len(candidates)}: up to step "
             f"{commit.step} there are the checkpoints of {steps}; checkpoint.keep_last keeps more"
         )
-    for one in found[:count]:
+    for one in candidates[:count]:
         if damaged := problems(checkpoints, one):
             raise UserError(f"checkpoint {checkpoints.uri(one.folder)}: {damaged[0]}")
-    return found[:count]
+    return candidates[:count]
 
 
 def _average(checkpoints: Storage, commit: Commit) -> Mapping[str, Tensor]:
+    """Return the averaged weights of a checkpoint."""
     averages = ModelTensors(checkpoints, commit, AVERAGE)
     if not averages:
         raise UserError(
             f"--weights: {AVERAGE}: checkpoint {checkpoints.uri(commit.folder)} has none: expected "
             "a run whose recipe has the section average"
         )
-    return _Averaged(averages, ModelTensors(checkpoints, commit))
+    return _AveragedModel(averages, ModelTensors(checkpoints, commit))
 
 
-class _Averaged(Mapping[str, Tensor]):
-    """The averages of a model's tensors; of those that have none, the tensors themselves."""
+class _AveragedModel(Mapping[str, Tensor]):
+    """The averages of a model's tensors; tensors without an average are returned as they are."""
 
     def __init__(self, averages: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
         self._averages, self._model = averages, model
@@ -94,6 +98,7 @@ class _Averaged(Mapping[str, Tensor]):
 
     @override
     def __iter__(self) -> Iterator[str]:
+        # All names of the model: an average exists only of some tensors.
         return iter(self._model)
 
     @override
@@ -101,9 +106,8 @@ class _Averaged(Mapping[str, Tensor]):
         return len(self._model)
 
 
-class _Mean(Mapping[str, Tensor]):
-    """The mean of each floating-point tensor of some models, added up in fp64; the rest as in the
-    first."""
+class _MeanModel(Mapping[str, Tensor]):
+    """The mean of floating-point tensors over several models; other tensors are the first's."""
 
     def __init__(self, models: Sequence[Mapping[str, Tensor]]) -> None:
         self._models = models
@@ -112,8 +116,10 @@ class _Mean(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         first, *others = self._models
         newest = first[name]
+        # Integer buffers cannot be averaged: take the newest checkpoint's.
         if not newest.is_floating_point():
             return newest
+        # Added up in fp64, to avoid rounding errors in the sum.
         total = newest.double()
         for model in others:
             total += model[name]

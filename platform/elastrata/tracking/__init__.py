@@ -1,1 +1,1 @@
-"""The record of a run in MLflow."""
+"""The tracking record of a run in MLflow."""

@@ -1,5 +1,4 @@
-"""Models in MLflow: checkpoints, recorded by reference, and exports, stored so that MLflow loads
-them."""
+"""Models in MLflow: checkpoints, recorded by reference, and exports, stored to be loaded."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class Models:
 
     def __init__(self, client: Any, *, uri: str, experiment_id: str) -> None:
         self._client = client
-        # A server takes no path of another machine, a database no id of a model.
+        # A server rejects paths of another machine as a source, a database rejects model ids.
         self._is_server = uri.startswith(("http:", "https:"))
         self._experiment_id = experiment_id
         # Model ids by URI, which save a search when an output follows its record.
@@ -213,13 +212,13 @@ def write_mlmodel(folder: Path, exported: Path, *, task: str, dtype: str = "floa
     """
     folder.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # MLflow warns of its own type hints when it is imported
+        warnings.simplefilter("ignore")  # MLflow's import warns about type hints in MLflow
         from mlflow.models import Model
         from mlflow.pyfunc import add_to_model
 
-    # Without the id of its record, which MLflow would look up in whatever store is its default.
+    # Without the id of the logged model, which MLflow would look up in its default store.
     model = Model(signature=_text_signature())
-    add: Any = add_to_model  # MLflow does not annotate it
+    add: Any = add_to_model  # not annotated in MLflow
     add(model, loader_module="mlflow.transformers", python_env="python_env.yaml")
     tokenizer = _copy_tokenizer(exported, folder / _TOKENIZER)
     pipeline, loader = _class_names(task)

@@ -1,4 +1,4 @@
-"""Pictures: the curve of a run's loss, its mixture, the strata of its lengths, its balance."""
+"""Plots: losses, mixtures, length strata, load balance, layouts and numbers of workers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 INK = "#1f2933"
-"""Titles, labels."""
+"""Titles and labels."""
 QUIET = "#7b8794"
-"""Ticks, notes."""
+"""Ticks and notes."""
 GRID = "#e4e7eb"
 BLUE = "#1769aa"
-"""What a picture is about."""
+"""The main subject of a plot."""
 PALE_BLUE = "#b8d4ee"
-"""The same, unsmoothed or given up."""
+"""The main subject unsmoothed or abandoned."""
 RED = "#d1495b"
 """What to look at first: held-out losses, the best trial."""
 GRAY = "#9aa5b1"
-"""What came to nothing."""
+"""Failed trials and the like."""
 
 
 Ints = npt.NDArray[np.int64]
@@ -39,30 +39,31 @@ _RAW, _SMOOTH, _HELD_OUT = PALE_BLUE, BLUE, RED
 _STRATA = 8
 _MOST_BARS = 128
 _TALL = 3
-"""A bar more than this many times as high as the next one is cut off, its height written beside."""
+"""A bar more than this factor higher than the next one is cut off and labelled with its height."""
 _LEAST_PERCENT = 0.001
-"""Workers that differ by less are drawn as if by this much: logarithms know no zero."""
+"""Smallest imbalance drawn on the logarithmic axis."""
 _TICKS_APART = 1.4
-"""Ticks on a logarithmic axis are at least this factor apart, so that their labels are."""
+"""Smallest ratio of neighbouring ticks on a logarithmic axis, so that labels do not overlap."""
 _NAMED = ("o", "s", "D")
 _INCHES, _DOTS_PER_INCH = (8.0, 4.5), 160
 
 
 def loss_curve(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws `loss_figure` into a PNG file."""
+    """Draw `loss_figure` into a PNG file."""
     save(loss_figure(records), path)
 
 
 def loss_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
-    """The training loss, and the held-out loss where there is one, over the steps.
+    """Return a plot of the training loss, and of any held-out loss, over the steps.
 
     Args:
-        records: a value per step with `step` and `loss` (training) or `eval_loss` (held-out).
+        records: dicts with `step` and `loss` (training) or `eval_loss` (held-out).
     """
     figure, axes = canvas("Loss", "optimizer step", "loss (nats)")
     steps = np.array([record["step"] for record in records if "loss" in record])
     losses = np.array([record["loss"] for record in records if "loss" in record], dtype=float)
     axes.plot(steps, losses, color=_RAW, linewidth=1, label="training, each step")
+    # A mean over at least 5 of fewer steps would hide the curve instead of smoothing it.
     if len(steps) >= 20:
         window = max(5, len(steps) // 50)
         axes.plot(steps, smoothed(losses, window), color=_SMOOTH, linewidth=2,
@@ -80,21 +81,22 @@ def loss_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def sparsity_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the share of zeros over the steps, of all sparse layers together and of the layers with
-    most and fewest.
+    """Draw the share of zeros over the steps: mean, minimum and maximum over the sparse layers.
 
     Args:
-        steps: records with `step` and, where it changed, `layer_sparsity`.
+        steps: records with `step` and, if it changed, `layer_sparsity`.
         path: PNG file to write.
     """
     figure, axes = canvas("Weights at zero", "optimizer step", "share of a layer's weights (%)")
     shares: list[tuple[float, float, float]] = []
     for record in steps:
         is_sparse = record.get("flops_of_zeros", 0) > 0
-        told = [100 * share for share in record.get("layer_sparsity", {}).values()]
-        if told:
-            shares.append((min(told), sum(told) / len(told), max(told)))
+        percents = [100 * share for share in record.get("layer_sparsity", {}).values()]
+        if percents:
+            shares.append((min(percents), sum(percents) / len(percents), max(percents)))
         else:
+            # Records have `layer_sparsity` only if it changed: repeat the last value while it is
+            # sparse.
             shares.append(shares[-1] if is_sparse and shares else (0.0, 0.0, 0.0))
     places = [record["step"] for record in steps]
     least, mean, most = zip(*shares, strict=True)
@@ -106,7 +108,7 @@ def sparsity_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def flops_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the FLOPs of a run so far over the steps, with and without products with zeros.
+    """Draw the cumulative FLOPs over the steps, with and without multiplications by zero.
 
     Args:
         steps: records with `step`, `flops` and `flops_of_zeros`.
@@ -114,6 +116,7 @@ def flops_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
     """
     places = [record["step"] for record in steps]
     total = sum(float(record["flops"]) for record in steps)
+    # Units of 10^3, 10^6, ...: counts of up to 10^24 would not fit on the axis.
     power = 3 * int(math.log10(max(1.0, total)) // 3)
     unit = f"FLOPs so far ($10^{{{power}}}$)"
     figure, axes = canvas("FLOPs, forward and backward", "optimizer step", unit)
@@ -129,7 +132,7 @@ def flops_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def length_strata(histogram: Sequence[int], path: Path) -> None:
-    """Draws how many samples have which length, coloured by stratum: bands of equally many tokens.
+    """Draw a histogram of sample lengths, coloured by stratum: bands with equal numbers of tokens.
 
     Args:
         histogram: `histogram[s]` is the number of samples of s tokens.
@@ -140,6 +143,7 @@ def length_strata(histogram: Sequence[int], path: Path) -> None:
     num_samples, num_tokens = int(counts.sum()), int(tokens.sum())
     title = f"Lengths of {num_samples:,} samples, {num_tokens:,} tokens"
     figure, axes = canvas(title, "tokens in a sample", "samples")
+    # A length belongs to the stratum that contains the middle of its tokens.
     middle = np.cumsum(tokens) - tokens / 2
     strata = np.minimum(_STRATA - 1, middle * _STRATA // max(1, num_tokens)).astype(int)
     _draw_bars(axes, counts, strata)
@@ -154,13 +158,11 @@ def length_strata(histogram: Sequence[int], path: Path) -> None:
 
 
 def imbalance_curves(curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
-    """Draws by how much the slowest worker's work exceeds the mean, over the number of workers.
-
-    A single worker is the mean, and is not drawn: there must be other numbers of workers.
+    """Draw how far the slowest worker's work exceeds the mean, over the number of workers.
 
     Args:
-        curves: by scheme, the largest work of a worker over the mean for each number of workers.
-            The first one is drawn bold.
+        curves: by scheme, the largest work of a worker divided by the mean, for each number of
+            workers. At least one number must exceed 1. The first scheme is drawn bold.
         path: PNG file to write.
     """
     from matplotlib import colormaps
@@ -169,12 +171,14 @@ def imbalance_curves(curves: Mapping[str, Mapping[int, float]], path: Path) -> N
     figure, axes = canvas(title, "workers", "above the mean (%)")
     colors = colormaps["viridis"](np.linspace(0.05, 0.9, max(1, len(curves) - 1)))
     for number, (name, curve) in enumerate(curves.items()):
+        # With one worker the slowest is the mean, and log(0) cannot be drawn.
         sizes = sorted(size for size in curve if size > 1)
+        # A logarithmic axis cannot show 0.
         percents = [max(_LEAST_PERCENT, 100 * (curve[size] - 1)) for size in sizes]
         axes.plot(sizes, percents, label=name, marker="o", markersize=4 if number else 6,
                   linewidth=1.5 if number else 3, zorder=2 if number else 3,
                   color=colors[number - 1] if number else _HELD_OUT)  # fmt: skip
-    _logarithmic(axes, sorted({size for curve in curves.values() for size in curve} - {1}))
+    _make_logarithmic(axes, sorted({size for curve in curves.values() for size in curve} - {1}))
     axes.legend(frameon=False, labelcolor=INK, loc="center left", bbox_to_anchor=(1.0, 0.5))
     save(figure, path)
 
@@ -185,11 +189,11 @@ def layout_cloud(
     memory: float,
     path: Path,
 ) -> None:
-    """Draws the rate of layouts over the memory they need.
+    """Draw the throughput of layouts over the memory that they need.
 
     Args:
-        layouts: GiB, tokens per second and pipeline stages of each.
-        named: GiB, tokens per second and name of at most three that are named, in order.
+        layouts: GiB, tokens per second and pipeline stages of each layout.
+        named: GiB, tokens per second and name of at most three layouts to label, in order.
         memory: GiB of a device.
         path: PNG file to write.
     """
@@ -205,7 +209,7 @@ def layout_cloud(
         clouds.append(axes.scatter(xs, ys, s=9, color=color, linewidths=0,
                                    label=f"{stage} stage{'s' * (stage > 1)}"))  # fmt: skip
     device = axes.axvline(memory, color=_HELD_OUT, linewidth=1.5, label="a device's memory")
-    # Named below: those worth a name lie close together, and so would what is written beside them.
+    # Labelled in a legend below, because the best layouts are too close together for labels.
     handles = [
         axes.scatter(x, y, s=70, marker=marker, facecolors="none", edgecolors=INK, linewidths=1.3,
                      zorder=4, label=f"{number}. {name}")
@@ -220,11 +224,11 @@ def layout_cloud(
 
 
 def workers_over_time(sizes: Sequence[tuple[float, int]], seconds: float, path: Path) -> None:
-    """Draws how many workers compute.
+    """Draw the number of computing workers over time.
 
     Args:
-        sizes: since when, in seconds, and how many.
-        seconds: when the run ended.
+        sizes: times in seconds, each with the number of workers from then on.
+        seconds: end of the run.
         path: PNG file to write.
     """
     figure, axes = canvas("Workers", "hours", "workers that compute")
@@ -237,10 +241,11 @@ def workers_over_time(sizes: Sequence[tuple[float, int]], seconds: float, path: 
     save(figure, path)
 
 
-def _logarithmic(axes: Axes, sizes: Sequence[int]) -> None:
-    """Both axes logarithmic, with a tick for the largest size and all that leave it room."""
+def _make_logarithmic(axes: Axes, sizes: Sequence[int]) -> None:
+    """Make both axes logarithmic, with ticks at the largest size and at others far enough apart."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
+    # From the largest size down, as its label matters most.
     ticks: list[int] = []
     for size in reversed(sizes):
         if not ticks or size * _TICKS_APART <= ticks[-1]:
@@ -255,7 +260,7 @@ def _logarithmic(axes: Axes, sizes: Sequence[int]) -> None:
 
 
 def _draw_bars(axes: Axes, counts: Ints, strata: Ints) -> None:
-    """A bar for every length, or for every few of many, each in the colour of its stratum."""
+    """Draw a bar for every length, or for every few lengths, in the colour of its stratum."""
     from matplotlib import colormaps
 
     colors = colormaps["viridis"](np.linspace(0.12, 0.88, _STRATA))
@@ -263,6 +268,7 @@ def _draw_bars(axes: Axes, counts: Ints, strata: Ints) -> None:
     starts = np.arange(0, len(counts), width)
     heights = np.add.reduceat(counts, starts)
     for start, height in zip(starts, heights, strict=True):
+        # A bar that covers several lengths has the colour of the most frequent one.
         stratum = strata[start + int(np.argmax(counts[start : start + width]))]
         axes.bar(start, height, width * 0.92, align="edge", color=colors[stratum])
     *_, second, tallest = sorted([0, *heights.tolist()])
@@ -276,11 +282,12 @@ def _draw_bars(axes: Axes, counts: Ints, strata: Ints) -> None:
 
 
 def canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    """An empty plot in the house style, without a display and without pyplot's global state."""
+    """Return an empty figure and its axes in the house style."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+    # Without pyplot, which needs a display and has global state.
     figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -300,36 +307,39 @@ def canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
 
 
 def smoothed(values: npt.NDArray[np.float64], window: int) -> Any:
-    """The mean of the last `window` values at every place; of fewer at the start."""
+    """Return the mean of the last `window` values at every index, of fewer values at the start."""
     sums = np.cumsum(values)
+    # A running mean by differences of cumulative sums, in O(n).
     sums[window:] = sums[window:] - sums[:-window]
     return sums / np.minimum(np.arange(1, len(values) + 1), window)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a picture into a PNG file, whose folder is made where it is missing."""
+    """Write a figure to a PNG file, creating its folder if necessary."""
     path = path if path.suffix else path.with_suffix(".png")  # as matplotlib would
+    # Rendered to memory first, so that a failure leaves no partial file.
     stream = io.BytesIO()
     figure.savefig(stream, format=path.suffix[1:])
     write_whole(path, stream.getvalue())
 
 
 _MOST_POINTS = 400
-"""Steps are put together to so many."""
+"""Steps are grouped into at most this many points."""
 Steps = Sequence[Mapping[str, Any]]
 
 
 def share_curves(steps: Steps, path: Path) -> None:
-    """Draws the share of each source in the tokens, one above the other.
+    """Draw the share of each source in the tokens as stacked areas.
 
     Args:
         steps: records with `tokens` and `batch_tokens_by_source`.
         path: PNG file to write.
     """
     figure, axes = canvas("Sources", "tokens", "share of the tokens (%)")
-    names, bins = _names(steps), _bins(steps)
+    names, bins = _source_names(steps), _group_steps(steps)
     counts = np.array(
-        [[sum(_of(step, name) for step in part) for part in bins] for name in names], dtype=float
+        [[sum(_tokens_of(step, name) for step in part) for part in bins] for name in names],
+        dtype=float,
     )
     shares = 100 * counts / np.maximum(1, counts.sum(axis=0))
     places = [part[-1]["tokens"] for part in bins]
@@ -340,14 +350,14 @@ def share_curves(steps: Steps, path: Path) -> None:
 
 
 def source_losses(steps: Steps, path: Path) -> None:
-    """Draws the training loss of each source, smoothed.
+    """Draw the smoothed training loss of each source.
 
     Args:
         steps: records with `tokens` and `metrics`.
         path: PNG file to write.
     """
     figure, axes = canvas("Loss by source", "tokens", "loss (nats)")
-    names = _names(steps)
+    names = _source_names(steps)
     for name, color in zip(names, _shades(len(names)), strict=True):
         key = f"loss/{name}"
         points = [
@@ -364,64 +374,66 @@ def source_losses(steps: Steps, path: Path) -> None:
 
 
 def held_out_losses(evaluations: Steps, path: Path) -> None:
-    """Draws the loss on the held-out data: of all of it, of every source, and on further sets.
+    """Draw the held-out loss: overall, by source and on further sets.
 
     Args:
         evaluations: metrics by name, and `tokens`.
         path: PNG file to write.
     """
     figure, axes = canvas("Held-out losses", "tokens", "loss (nats)")
-    _held_out_curves(axes, evaluations, lambda one: {"all": one["eval/loss"]}, _red, "-")
-    _held_out_curves(axes, evaluations, losses_by_source, _shades, "-")
-    _held_out_curves(axes, evaluations, losses_by_set, _shades, "--")
+    _draw_held_out(axes, evaluations, lambda one: {"all": one["eval/loss"]}, _all_red, "-")
+    _draw_held_out(axes, evaluations, losses_by_source, _shades, "-")
+    _draw_held_out(axes, evaluations, losses_by_set, _shades, "--")
     axes.legend(frameon=False, labelcolor=INK)
     save(figure, path)
 
 
-def _held_out_curves(
+def _draw_held_out(
     axes: Any,
     evaluations: Steps,
     losses_of: Callable[[Mapping[str, float]], Mapping[str, float]],
     colors: Callable[[int], Sequence[str]],
     style: str,
 ) -> None:
-    """A curve for each name that evaluations tell a loss of."""
+    """Draw one curve for each name of a loss in the evaluations."""
     names = dict.fromkeys(name for one in evaluations for name in losses_of(one))
     for name, color in zip(names, colors(len(names)), strict=True):
-        told = [(one["tokens"], losses_of(one)) for one in evaluations]
-        points = [(tokens, losses[name]) for tokens, losses in told if name in losses]
+        losses_at = [(one["tokens"], losses_of(one)) for one in evaluations]
+        points = [(tokens, losses[name]) for tokens, losses in losses_at if name in losses]
         places, values = zip(*points, strict=True)
         axes.plot(places, values, color=color, linestyle=style, linewidth=2, marker="o",
                   markersize=4, label=f"{name} {values[-1]:.2f}")  # fmt: skip
 
 
-def _names(steps: Steps) -> list[str]:
-    """All sources, in the order they come."""
+def _source_names(steps: Steps) -> list[str]:
+    """Return the names of all sources, in order of appearance."""
+    # dict.fromkeys keeps the order of first appearance.
     return list(dict.fromkeys(name for step in steps for name in _tokens(step)))
 
 
 def _tokens(step: Mapping[str, Any]) -> Mapping[str, int]:
+    """Return a step's tokens by source; empty without sources."""
     found: Mapping[str, int] = step.get("batch_tokens_by_source") or {}
     return found
 
 
-def _of(step: Mapping[str, Any], name: str) -> int:
+def _tokens_of(step: Mapping[str, Any], name: str) -> int:
     return _tokens(step).get(name, 0)
 
 
-def _bins(steps: Steps) -> list[Steps]:
-    """The steps that have sources, some together."""
+def _group_steps(steps: Steps) -> list[Steps]:
+    """Group the steps that have sources."""
     mixed = [step for step in steps if _tokens(step)]
     size = -(-len(mixed) // _MOST_POINTS)
     return [mixed[first : first + size] for first in range(0, len(mixed), size)]
 
 
-def _red(count: int) -> list[str]:
+def _all_red(count: int) -> list[str]:
     return [RED] * count
 
 
 def _shades(count: int) -> list[str]:
-    """From dark to pale."""
+    """Return `count` colours from dark to pale blue."""
     dark, pale = (
         np.array([int(color[place : place + 2], 16) for place in (1, 3, 5)])
         for color in (BLUE, PALE_BLUE)

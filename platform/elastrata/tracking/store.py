@@ -82,16 +82,16 @@ def put_database(path: Path) -> None:
     if path.exists():
         if check_database(path):
             return
-        _check_own(path)
+        _check_no_foreign_tables(path)
     _move_aside(path)
     for leftover in path.parent.glob(f"{glob.escape(path.name)}.*{_NEW}*"):
-        leftover.unlink()  # of a process that was killed: its lock is ours now
-    # A new name each time: MLflow keeps the connection to one that it could not make.
+        leftover.unlink()  # left by a killed process, as this process holds the lock
+    # A new name each time, as MLflow keeps connections to databases that it failed to create.
     new_path = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{_NEW}")
     try:
         _make(new_path)
         try:
-            os.link(new_path, path)  # never over one that another program has made meanwhile
+            os.link(new_path, path)  # fails if another program created it meanwhile
         except FileExistsError:
             pass
         except OSError:  # a file system without links
@@ -105,12 +105,12 @@ def _make(path: Path) -> None:
     from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    make: Any = SqlAlchemyStore  # MLflow does not say its types
+    make: Any = SqlAlchemyStore  # not annotated in MLflow
     store = make(f"sqlite:///{path}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
     store.engine.dispose()
 
 
-def _check_own(path: Path) -> None:
+def _check_no_foreign_tables(path: Path) -> None:
     """Check that a database without records has no tables other than MLflow's."""
     from mlflow.store.db.base_sql_model import Base
 
@@ -182,8 +182,8 @@ def _is_empty(database: sqlite3.Connection, tables: set[str]) -> bool:
 
 
 def _has_rows(database: sqlite3.Connection, table: str) -> bool:
-    # SQLite cannot bind table names as parameters.
     """Return whether a table has rows."""
+    # SQLite cannot bind table names as parameters.
     quoted = table.replace('"', '""')
     return database.execute(f'SELECT 1 FROM "{quoted}" LIMIT 1').fetchone() is not None
 
@@ -256,7 +256,7 @@ def check_reachable(uri: str) -> None:
 
 def _check_sqlite(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():  # and must not for a moment: another process may be about to make it
+    if not path.exists():  # not created here, as another process may be creating it
         tempfile.TemporaryFile(dir=path.parent).close()
         return
     check_database(path)
@@ -289,7 +289,7 @@ def quiet_client(uri: str) -> Any:
     """
     # Set before the import below, at which MLflow may read its environment.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # The outbox tries again by itself; MLflow's own retries would block it for minutes.
+    # The outbox retries by itself; MLflow's own retries would block it for minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     from mlflow import MlflowClient
@@ -298,7 +298,7 @@ def quiet_client(uri: str) -> Any:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
         with alone(uri), warnings.catch_warnings():
-            # MLflow's own models use what SQLAlchemy deprecates: nothing a user can change.
+            # MLflow uses deprecated features of SQLAlchemy, which a user cannot change.
             warnings.simplefilter("ignore", DeprecationWarning)
             if path := sqlite_path(uri):
                 put_database(path)
@@ -322,7 +322,7 @@ def opened(uri: str) -> Iterator[Any]:
         yield client
     except UserError:
         raise
-    except Exception as error:  # MLflow lets through what SQLAlchemy, requests and drivers raise
+    except Exception as error:  # errors of SQLAlchemy, requests and drivers pass through MLflow
         raise UserError(f"tracking.uri: {shown(uri)}: cannot be used: {_reason(error)}") from error
 
 
@@ -352,7 +352,7 @@ def check_store(uri: str) -> None:
         quiet_client(uri).search_experiments(max_results=1)
     except UserError:
         raise
-    except Exception as error:  # MLflow lets through what SQLAlchemy, requests and drivers raise
+    except Exception as error:  # errors of SQLAlchemy, requests and drivers pass through MLflow
         raise UserError(
             f"tracking.uri: {shown(uri)}: no MLflow answers there ({_reason(error)})"
         ) from error

@@ -189,9 +189,9 @@ METRICS_PER_CALL, _PARAMS_PER_CALL, _TAGS_PER_CALL = 1000, 100, 100  # MLflow's 
 _PARAM_CHARACTERS, _TAG_CHARACTERS = 6000, 5000
 _SECONDS_TO_FINISH = 60.0
 PARENT = "mlflow.parentRunId"
+"""MLflow's tag for the parent of a run."""
 RUN_DIR = "run_dir"
 """Tag with the newest location of the run's folder."""
-"""MLflow's tag that makes a run a part of another one."""
 # MLflow's codes for requests that fail in the same way however often they are sent.
 _HOPELESS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST", "INVALID_STATE"}
 
@@ -262,8 +262,7 @@ class Tracker:
         self._outbox.put(lambda: self._models.log_output(self.run_id, uri, step))
 
     def register_checkpoint(self, uri: str, name: str) -> None:
-        """Register a recorded checkpoint once, as the newest version of a model, with the alias
-        `best`.
+        """Register a recorded checkpoint once as a model's newest version, with the alias `best`.
 
         Only software that reads Elastrata checkpoints can load it.
         """
@@ -276,8 +275,7 @@ class Tracker:
         self._outbox.put(register)
 
     def register_export(self, model: LoadableModel, name: str) -> None:
-        """Store an export and register it once, as the newest version of a model, with the alias
-        `best`.
+        """Store an export and register it once as a model's newest version, with the alias `best`.
 
         MLflow loads it as `models:/NAME@best`. The folder of the export must exist until `finish`.
         """
@@ -431,8 +429,8 @@ def open_tracker(
 
 
 def _first_tags(earlier_run_id: str | None) -> dict[str, str]:
-    # The client API does not set the user, which MLflow's pages show.
     """Return the tags of a new MLflow run."""
+    # The client API does not set the user, which MLflow's pages show.
     user = {"mlflow.user": getpass.getuser()}
     return user | ({"continues_run": earlier_run_id} if earlier_run_id else {})
 
