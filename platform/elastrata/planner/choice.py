@@ -121,10 +121,12 @@ class Choices:
         size = choice.micro_batch_tokens if tokens is None else max(1, tokens)
         count = -(-self._samples_per_rank * self.model.seq_len // choice.micro_batch_tokens)
         needed = memory(
+            # One long sample stands for a micro-batch that packs several samples without padding.
             replace(self.model, seq_len=size),
             self.cluster.device,
             self.machine.stack,
             replace(self._layout(choice), micro_batch=1),
+            # A pipeline runs at least as many micro-batches as it has stages.
             max(count, self.layout.pipeline) * self.layout.data,
         )
         return needed.total
@@ -250,6 +252,7 @@ def best_together(kinds: Sequence[Choices], fits: Callable[[int, Choice], bool])
     if found := fastest_together(kinds, fits):
         return found
     smallest = smallest_together(kinds)
+    # The trainer refuses recipes without compatible choices before it asks for the best.
     assert smallest is not None, "no choices that go together"
     return tuple(
         _restrict_to(kind, one).best(partial(fits, number))

@@ -70,7 +70,7 @@ class ClusterConfig(Config):
         try:
             return device_named(name).name
         except UserError as error:
-            # pydantic's message already names the key and the value.
+            # `recipe_problems` prefixes the key and the value.
             raise ValueError(error.problems[0].removeprefix(f"{name}: ")) from None
 
     def described(self) -> Device:

@@ -178,6 +178,7 @@ def search(
             fitting.append(
                 forecast(model, cluster, layout, needed, time, batch_size=batch_size, steps=steps)
             )
+    # Of equally fast layouts, the smaller one leaves more memory free.
     fitting.sort(key=lambda each: (each.time.total, each.memory.total))
     return SearchResult(forecasts=tuple(fitting), too_large=too_large, nearest=nearest)
 
@@ -267,6 +268,7 @@ def _divisors(number: int) -> list[int]:
 
 
 _TENSOR_SIZES = (1, 2, 4, 8, 16)
+# Error messages suggest no larger cluster than this.
 _MOST_DEVICES = 65_536
 
 
@@ -337,6 +339,7 @@ def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, objec
 
     Keys with the value `auto` are left unchanged.
     """
+    # "all" keeps every copy unsharded when the number of workers changes.
     copies: object = "all" if layout.shards == 1 and layout.data > 1 else layout.copies
     new_values: dict[str, object] = {
         "workers.min": min(recipe.workers.min, layout.devices),
