@@ -237,27 +237,27 @@ class RandomSteps:
             self.histogram, batch_size=self.batch_size, steps=self.steps, seed=self.seed
         )
         # Samples are dealt as in a run, so that padding and micro-batches are those of real steps.
-        for done, lengths in enumerate(batches):
-            dealt = deal_to_virtual(
+        for steps_done, lengths in enumerate(batches):
+            deal = deal_to_virtual(
                 lengths,
                 virtual_ranks=self.virtual_ranks,
                 num_ranks=1,
                 work=self.work,
                 tokens_per_micro_batch=self.tokens_per_micro_batch,
             )
-            (hand,) = dealt.hands
+            (hand,) = deal.hands
             yield RankStep(
-                step=done + 1,
+                step=steps_done + 1,
                 rows=random_rows(
                     lengths[hand.rows],
-                    done * self.batch_size + np.arange(self.batch_size),
+                    steps_done * self.batch_size + np.arange(self.batch_size),
                     num_ids=self.num_ids,
                     pairs=self.pairs,
                     rng=rng,
                 ),
                 cuts=hand.cuts,
-                imbalance=dealt.imbalance,
-                rounds=dealt.rounds,
+                imbalance=deal.imbalance,
+                rounds=deal.rounds,
             )
 
 

@@ -151,64 +151,68 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
         update={"steps": max(recipe.steps or 0, len(samples.steps)), "phases": ()}
     )
     with lone_group(device):
-        divided = divided_model(extended_recipe, samples.vocabulary, samples.seq_len, device, 1)
-        model = divided.model
+        parallel_model = divided_model(
+            extended_recipe, samples.vocabulary, samples.seq_len, device, 1
+        )
+        model = parallel_model.model
         optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
-        masks = phase_masks(extended_recipe, divided)
+        masks = phase_masks(extended_recipe, parallel_model)
         loop = training_loop(
-            extended_recipe, divided.clip, samples.vocabulary, device, 1, masks=masks
+            extended_recipe, parallel_model.clip, samples.vocabulary, device, 1, masks=masks
         )
         run = loop.run(
-            divided.forward_backward, optimizer, samples.steps, Start(), lambda: Action.GO_ON
+            parallel_model.forward_backward, optimizer, samples.steps, Start(), lambda: Action.GO_ON
         )
-        timed = list(_time_steps((record for record, _ in run), device))
+        timed_steps = list(_time_steps((record for record, _ in run), device))
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    figures = _summarise(timed, warm_up, device, parameters)
+    figures = _summarise(timed_steps, warm_up, device, parameters)
     return replace(figures, substitutions=tuple(missing_here(recipe, looked_for(recipe, device))))
 
 
 def _time_steps(records: Iterable[StepRecord], device: torch.device) -> Iterator[_TimedStep]:
     """Yield the records with the seconds between the ends of steps."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for record in records:
         if device.type == "cuda":
             # The host runs ahead of the device; without a wait, only launches would be timed.
             torch.cuda.synchronize(device)
-        ended = time.perf_counter()
-        yield _TimedStep(record, ended - began)
-        began = ended
+        end_time = time.perf_counter()
+        yield _TimedStep(record, end_time - start_time)
+        start_time = end_time
 
 
 def _summarise(
-    timed: Sequence[_TimedStep], warm_up: int, device: torch.device, parameters: int
+    timed_steps: Sequence[_TimedStep], warm_up: int, device: torch.device, parameters: int
 ) -> StepFigures:
     """Return the figures over the steps after warm-up."""
-    measured = timed[warm_up:]
-    tokens = sum(step.record.batch_tokens for step in measured)
+    measured_steps = timed_steps[warm_up:]
+    tokens = sum(step.record.batch_tokens for step in measured_steps)
 
     def over_steps(value: Callable[[_TimedStep], float]) -> Quartiles:
-        return quartiles([value(step) for step in measured])
+        return quartiles([value(step) for step in measured_steps])
 
     peak = peak_flops(device)
     return StepFigures(
         device=device_name(device),
         parameters=parameters,
-        batch_size=measured[0].record.batch_samples,
-        micro_batches=sum(step.record.micro_batches for step in measured) / len(measured),
+        batch_size=measured_steps[0].record.batch_samples,
+        micro_batches=sum(step.record.micro_batches for step in measured_steps)
+        / len(measured_steps),
         sequences_per_second=over_steps(lambda step: step.record.batch_samples / step.seconds),
         tokens_per_second=over_steps(lambda step: step.record.batch_tokens / step.seconds),
         positions_per_second=over_steps(lambda step: step.positions / step.seconds),
-        padding=1 - tokens / sum(step.positions for step in measured),
-        flops_per_token=sum(step.record.flops for step in measured) / tokens,
+        padding=1 - tokens / sum(step.positions for step in measured_steps),
+        flops_per_token=sum(step.record.flops for step in measured_steps) / tokens,
         mfu=over_steps(lambda step: step.record.flops / step.seconds / peak) if peak else None,
         mfu_convention=MFU_CONVENTION,
         peak_flops=peak,
         peak_memory_bytes=peak_memory_bytes(device),
         seconds=over_steps(lambda step: step.seconds),
         seconds_by_phase={
-            name: quartiles([step.phases[name] for step in measured]) for name in measured[0].phases
+            name: quartiles([step.phases[name] for step in measured_steps])
+            for name in measured_steps[0].phases
         },
-        seconds_warming_up=sum(step.seconds for step in timed[:warm_up]),
-        loss=measured[-1].record.loss,
+        seconds_warming_up=sum(step.seconds for step in timed_steps[:warm_up]),
+        loss=measured_steps[-1].record.loss,
         substitutions=(),
     )

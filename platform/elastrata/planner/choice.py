@@ -149,13 +149,15 @@ class Choices:
 
     def best(self, fits: Callable[[Choice], bool]) -> Choice:
         """Return the fastest choice that fits, or the smallest one if none fits."""
-        fitting = [choice for choice in self.all if fits(choice)]
-        if not fitting:
+        fitting_choices = [choice for choice in self.all if fits(choice)]
+        if not fitting_choices:
             return self.smallest
-        seconds = {choice: self.seconds(choice) for choice in fitting}
+        seconds = {choice: self.seconds(choice) for choice in fitting_choices}
         least = min(seconds.values())
-        fast = [choice for choice in fitting if seconds[choice] <= _EQUALLY_FAST * least]
-        return max(fast, key=lambda choice: (choice.micro_batch_tokens, -seconds[choice]))
+        fast_choices = [
+            choice for choice in fitting_choices if seconds[choice] <= _EQUALLY_FAST * least
+        ]
+        return max(fast_choices, key=lambda choice: (choice.micro_batch_tokens, -seconds[choice]))
 
 
 class Correction:
@@ -252,7 +254,7 @@ def best_together(kinds: Sequence[Choices], fits: Callable[[int, Choice], bool])
     if found := fastest_together(kinds, fits):
         return found
     smallest = smallest_together(kinds)
-    # The trainer refuses recipes without compatible choices before it asks for the best.
+    # The trainer gives up before no compatible choices remain.
     assert smallest is not None, "no choices that go together"
     return tuple(
         _restrict_to(kind, one).best(partial(fits, number))
@@ -271,8 +273,8 @@ def fastest_together(
         fits: whether the kind with the given index has room for a choice.
     """
     if len(kinds) == 1:
-        only = partial(fits, 0)
-        return (kinds[0].best(only),) if any(map(only, kinds[0].all)) else None
+        fits_kind = partial(fits, 0)
+        return (kinds[0].best(fits_kind),) if any(map(fits_kind, kinds[0].all)) else None
     found = [
         tuple(kind.best(partial(fits, number)) for number, kind in enumerate(compatible))
         for compatible in _compatible_choices(kinds)

@@ -164,7 +164,7 @@ def search(
         tensor_sizes: numbers of parts into which the model's matrices can be divided.
         pipelines: whether to consider pipeline stages.
     """
-    fitting, too_large, nearest = list[Forecast](), 0, None
+    forecasts, too_large, nearest = list[Forecast](), 0, None
     for shape in _shapes(model, cluster.devices, cluster.per_node, tensor_sizes, pipelines):
         for layout in _micro_batch_sizes(shape, batch_size):
             needed = memory(model, cluster.device, machine.stack, layout, batch_size)
@@ -175,12 +175,12 @@ def search(
                     nearest = Misfit(layout=layout, needed=needed.total, missing=missing)
                 break  # a larger micro-batch needs more
             time = step_time(model, cluster, machine, layout, batch_size)
-            fitting.append(
+            forecasts.append(
                 forecast(model, cluster, layout, needed, time, batch_size=batch_size, steps=steps)
             )
     # Of equally fast layouts, the smaller one leaves more memory free.
-    fitting.sort(key=lambda each: (each.time.total, each.memory.total))
-    return SearchResult(forecasts=tuple(fitting), too_large=too_large, nearest=nearest)
+    forecasts.sort(key=lambda each: (each.time.total, each.memory.total))
+    return SearchResult(forecasts=tuple(forecasts), too_large=too_large, nearest=nearest)
 
 
 def _micro_batch_sizes(shape: Layout, batch_size: int) -> Iterator[Layout]:
@@ -358,8 +358,8 @@ def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, objec
     if layout.tensor * layout.pipeline > 1:
         new_values["workers.min"] = layout.tensor * layout.pipeline
     # Without a pipeline the schedule has no effect, so the recipe keeps the default.
-    usual = type(recipe.parallel).model_fields["schedule"].default
-    new_values["parallel.schedule"] = layout.schedule if layout.pipeline > 1 else usual
+    default_schedule = type(recipe.parallel).model_fields["schedule"].default
+    new_values["parallel.schedule"] = layout.schedule if layout.pipeline > 1 else default_schedule
     if layout.pipeline != recipe.parallel.pipeline:
         # None derives it from the new number of stages.
         new_values["parallel.micro_batches"] = None

@@ -115,20 +115,20 @@ def _preparations_of_phase(data: DataConfig, config: PrepareConfig) -> dict[str,
     if not data.sources:
         return {data.path: config}
     texts = {str(source.name): source for source in config.all_sources}
-    named = {
+    places_by_name = {
         source.name: place for source, place in zip(data.sources, data.places.values(), strict=True)
     }
     problems = [
         f"data.sources.{number}.name: {name}: not among the sources of data.prepare, "
         f"{', '.join(texts)}{nearest(name, texts)}"
-        for number, name in enumerate(named)
+        for number, name in enumerate(places_by_name)
         if name not in texts
     ]
     problems += [
-        f"data.prepare.sources: {name}: not among data.sources, {', '.join(named)}"
-        f"{nearest(name, named)}"
+        f"data.prepare.sources: {name}: not among data.sources, {', '.join(places_by_name)}"
+        f"{nearest(name, places_by_name)}"
         for name in texts
-        if name not in named
+        if name not in places_by_name
     ]
     if isinstance(config.held_out, tuple):
         problems.append("data.prepare.held_out: sources: expected a fraction, held out of each")
@@ -140,7 +140,7 @@ def _preparations_of_phase(data: DataConfig, config: PrepareConfig) -> dict[str,
         tokenizer = tokenizer.model_copy(update={"sources": config.all_sources})
     return {
         place: config.model_copy(update={"sources": (texts[name],), "tokenizer": tokenizer})
-        for name, place in named.items()
+        for name, place in places_by_name.items()
     }
 
 
@@ -216,13 +216,15 @@ def in_steps(recipe: Recipe) -> Recipe:
     if all(part.steps is not None for part in recipe.parts):
         return recipe
     if recipe.phases:
-        counted = recipe.model_copy(update={"phases": tuple(map(_count_steps, recipe.phases))})
+        recipe_in_steps = recipe.model_copy(
+            update={"phases": tuple(map(_count_steps, recipe.phases))}
+        )
     else:
-        counted = _count_steps(recipe)
+        recipe_in_steps = _count_steps(recipe)
     # Rules about warm-up and decay could not be checked without the number of steps.
-    if problems := [line for _, line in cross_field_problems(counted)]:
+    if problems := [line for _, line in cross_field_problems(recipe_in_steps)]:
         raise UserError(*problems)
-    return counted
+    return recipe_in_steps
 
 
 def as_if_full(recipe: Recipe, seq_len: int) -> Recipe:

@@ -249,14 +249,14 @@ def _describe(problem: Mapping[str, Any], place: Place, model: Model) -> list[st
 def _suggest_key(place: Place, model: Model) -> str:
     """Return a hint at the key that an unknown one probably stands for, in its section or
     elsewhere."""
-    here = model_of(members(place.annotation)[0])
+    section = model_of(members(place.annotation)[0])
     name = place.path[-1]
-    known = list(here.model_fields) if here else []
+    keys = list(section.model_fields) if section else []
     others = [path for path in known_paths(model) if path != place.path]
-    elsewhere = [".".join(path) for path in others if path[-1] == name]
-    if elsewhere:
-        return f" (did you mean '{elsewhere[0]}'?)"
-    return nearest(name, known) or f"; expected {', '.join(known)}"
+    matching_paths = [".".join(path) for path in others if path[-1] == name]
+    if matching_paths:
+        return f" (did you mean '{matching_paths[0]}'?)"
+    return nearest(name, keys) or f"; expected {', '.join(keys)}"
 
 
 def _iter_leaves(at: Place) -> Iterator[Place]:

@@ -243,10 +243,10 @@ def _validate_workload(value: Any) -> Any:
         if not isinstance(name, str):
             raise ValueError("needs a name, such as 'bert'")
         try:
-            known = workload_class(name)
+            workload_type = workload_class(name)
         except UserError as error:
             raise ValueError(str(error)) from error
-        return known.model_validate(value)
+        return workload_type.model_validate(value)
     return value
 
 
@@ -382,7 +382,7 @@ class Recipe(PhaseKeys):
         return name
 
     @model_validator(mode="after")
-    def _says_what_phases_do(self) -> Recipe:
+    def _replace_unused_values(self) -> Recipe:
         """Replace values that no phase uses with those of the first phase."""
         # Records would otherwise show values that no phase trains with.
         for key in PhaseKeys.model_fields if self.phases else ():

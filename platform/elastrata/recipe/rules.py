@@ -113,12 +113,12 @@ def _target_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem if no evaluation computes the target's metric."""
     target = recipe.target
     # A misspelt metric would otherwise never be reached, and the run would train to its last step.
-    known = evaluation_metrics(recipe.workload, recipe.evaluation.sets)
-    if target is not None and target.metric not in known:
+    metrics = evaluation_metrics(recipe.workload, recipe.evaluation.sets)
+    if target is not None and target.metric not in metrics:
         yield (
             ("target", "metric"),
-            f"target.metric: {target.metric!r}: expected one of {', '.join(known)}"
-            f"{nearest(target.metric, known)}",
+            f"target.metric: {target.metric!r}: expected one of {', '.join(metrics)}"
+            f"{nearest(target.metric, metrics)}",
         )
 
 
@@ -359,13 +359,13 @@ def _pipeline_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _micro_batch_problems(recipe)
         yield from _pipeline_combination_problems(recipe)
         return
-    for key, value, usual in (
+    for key, value, default in (
         ("virtual_stages", parallel.virtual_stages, 1),
         ("micro_batches", parallel.micro_batches, None),
         ("stage_speeds", parallel.stage_speeds, None),
         ("schedule", parallel.schedule, type(parallel).model_fields["schedule"].default),
     ):
-        if value != usual:
+        if value != default:
             yield (
                 ("parallel", key),
                 f"parallel.{key}: {value}: expected parallel.pipeline of 2 or more, whose stages "

@@ -29,10 +29,10 @@ def recipe_schema() -> dict[str, Any]:
     recipe = _hoist_definitions(Recipe.model_json_schema(), defs)
     # The schemas of installed workloads replace that of their base class.
     del defs["Workload"]
-    described = recipe["properties"]["workload"]["description"]
+    description = recipe["properties"]["workload"]["description"]
     recipe["properties"]["workload"] = {
         "anyOf": _workload_references(defs),
-        "description": described,
+        "description": description,
     }
     # Phases inherit keys, so none is required.
     recipe["properties"]["phases"]["items"] = {"$ref": f"{_DEFS}Phase{_VARIANT}"}
@@ -198,12 +198,12 @@ def _iter_keys(schema: Schema, defs: Schema, prefix: str) -> Iterator[Key]:
             default = below.get("default")
             is_plain = "default" in below and not isinstance(default, dict)
             # pydantic does not repeat the description of a section that a key refers to.
-            described = {**defs.get(_referenced_name(below), {}), **below}.get("description", "")
+            description = {**defs.get(_referenced_name(below), {}), **below}.get("description", "")
             yield Key(
                 path=f"{prefix}{name}",
                 values=", ".join(dict.fromkeys(map(_describe_values, _alternatives(below, defs)))),
                 default=json.dumps(default) if is_plain and default not in (None, []) else "",
-                description=" ".join(described.split()),
+                description=" ".join(description.split()),
             )
             yield from _iter_keys(below, defs, f"{prefix}{name}.")
         for inner, added in (("items", ""), ("additionalProperties", f"{_ANY_KEY}.")):

@@ -94,13 +94,14 @@ def find_recipe(name_or_path: str, beside: Path | None = None) -> Path:
         if not os.path.lexists(path):
             raise UserError(f"{name_or_path}: no such recipe file")
         return path
-    known = available_recipes(name_or_path.partition("/")[0])
-    if name_or_path not in known:
+    recipes = available_recipes(name_or_path.partition("/")[0])
+    if name_or_path not in recipes:
         raise UserError(
-            f"{name_or_path}: no such recipe{nearest(name_or_path, known)}; expected a .yaml file "
-            f"or one of {', '.join(sorted(known)) or '(no workload with recipes is installed)'}"
+            f"{name_or_path}: no such recipe{nearest(name_or_path, recipes)}; expected a .yaml "
+            f"file or one of "
+            f"{', '.join(sorted(recipes)) or '(no workload with recipes is installed)'}"
         )
-    return known[name_or_path]
+    return recipes[name_or_path]
 
 
 def available_recipes(workload: str | None = None) -> dict[str, Path]:

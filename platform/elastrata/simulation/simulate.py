@@ -143,13 +143,13 @@ def planned_pace(recipe: Recipe, cluster: Cluster) -> tuple[Pace, int]:
     Raises:
         UserError: this version can train under no layout.
     """
-    planned = plan(recipe, recipe.parts[0], cluster)
-    for forecast in planned.result.families:
-        if not problems_of(recipe, forecast.layout, planned.model.seq_len):
+    layout_plan = plan(recipe, recipe.parts[0], cluster)
+    for forecast in layout_plan.result.families:
+        if not problems_of(recipe, forecast.layout, layout_plan.model.seq_len):
             fixed = forecast.time.messages + forecast.time.update
-            together = (forecast.time.total - fixed) * cluster.devices
+            worker_seconds = (forecast.time.total - fixed) * cluster.devices
             group = forecast.layout.tensor * forecast.layout.pipeline
-            return Pace(worker_seconds=together, fixed_seconds=fixed), group
+            return Pace(worker_seconds=worker_seconds, fixed_seconds=fixed), group
     raise UserError("--step-seconds: expected: this version trains under none of the layouts")
 
 
