@@ -51,7 +51,7 @@ class Choice:
 def budgets(longest: int, batch_size: int) -> tuple[int, ...]:
     """Return the token numbers that `micro_batch_tokens: auto` may resolve to, ascending.
 
-    They hold 1, 2, 4... of the longest samples, up to the batch size.
+    They hold 1, 2, 4... of the longest samples, up to the batch size or `MOST_SAMPLES`.
 
     Args:
         longest: tokens of the longest sample.

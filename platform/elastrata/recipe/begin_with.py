@@ -107,6 +107,7 @@ def _read_run_workload(run: Storage) -> dict[str, Any]:
 
 
 def _match_workload(config: Any, where: str) -> dict[str, Any]:
+    # Sorted, so that every machine chooses the same of several matching workloads.
     names = sorted(installed_workloads())
     for name in names:
         workload = workload_class(name)

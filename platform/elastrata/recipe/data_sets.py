@@ -258,6 +258,7 @@ def samples_of(part: PhaseKeys, manifests: Sequence[Manifest]) -> int:
         manifests: manifests of the phase's data sets.
     """
     if part.epochs is not None:
+        # A fraction of an epoch may round to zero samples.
         return max(1, round(part.epochs * manifests[0].samples))
     assert part.tokens is not None, part
     if part.data.sources:

@@ -26,7 +26,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         overrides: `dotted.path=value`, with the value in YAML.
 
     Raises:
-        UserError: one line for each mistake, `<file>: <dotted.path>: <value>: <what was expected>`.
+        UserError: one line for each mistake, `<file>: <dotted.path>: <value>: <expected value>`.
     """
     text = read_recipe_text(name_or_path, overrides, model=Recipe)
     text.values.setdefault("name", text.name)
@@ -172,6 +172,7 @@ def _vain_key_line(text: RecipeText, path: Path, value: Any, count: int) -> str:
 
 
 def _iter_leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    # An empty section replaces another value, so it is a leaf as well.
     if not isinstance(value, Mapping) or not value:
         yield path, value
         return

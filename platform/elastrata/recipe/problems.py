@@ -235,6 +235,7 @@ def _describe(problem: Mapping[str, Any], place: Place, model: Model) -> list[st
     if problem["type"] == "missing":
         return [f"{where}: missing: expected {expected(place.annotation)}"]
     if isinstance(inner, Exception) and isinstance(inner.__cause__, UserError):
+        # Validators that raise UserError name the key in their lines.
         return list(inner.__cause__.problems)
     if isinstance(inner, Exception):
         parts = [where, *([] if isinstance(place.value, dict | list) else [value]), str(inner)]

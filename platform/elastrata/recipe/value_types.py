@@ -89,6 +89,7 @@ def best_member(annotation: Any, value: Any) -> Any:
     if isinstance(value, list | tuple):
         shapes = (list, tuple, Sequence)
         return next((m for m in fitting if get_origin(split(m)[0]) in shapes), None)
+    # A plain value does not show which of several members is meant.
     return fitting[0] if len(fitting) == 1 else None
 
 
@@ -239,6 +240,7 @@ def merged(annotation: Any, base: Mapping[str, Any], values: Mapping[str, Any]) 
     for key, value in values.items():
         below = kept.get(key)
         if isinstance(value, Mapping) and isinstance(below, Mapping):
+            # The key that names the section's kind may be in the base only.
             kept[key] = merged(type_below(annotation, {**base, **values}, key), below, value)
         else:
             kept[key] = value

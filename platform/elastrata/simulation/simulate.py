@@ -156,6 +156,7 @@ def planned_pace(recipe: Recipe, cluster: Cluster) -> tuple[Pace, int]:
 def _round_to_grain(ranks: int) -> int:
     """Return the nearest number on a scale with steps of 1%."""
     exponent = round(math.log(ranks) / math.log1p(_GRAIN))
+    # Below 100 ranks, neighbouring whole numbers already differ by more than 1%.
     near = round((1 + _GRAIN) ** exponent)
     return near if ranks > 1 / _GRAIN else ranks
 
@@ -289,6 +290,7 @@ class Run:
         """Start a group with all usable workers, or stop computing if there are too few."""
         at, usable = self._conditions, self._usable_workers()
         size = usable if usable >= at.workers_min else 0
+        # A restart with the same number of workers is a recovery, not a resize.
         if size != self._computing_workers:
             self.outcome.sizes.append((self._now, size))
             self.outcome.resizes += 1
