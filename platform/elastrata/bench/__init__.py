@@ -1,1 +1,1 @@
-"""Measurements of `elastrata bench`: the engine's own parts, one at a time."""
+"""Measurements of `elastrata bench`: parts of the engine, one at a time."""

@@ -1,4 +1,4 @@
-"""The samples of a measured step: of the data set, or random ones of chosen lengths."""
+"""Samples of a measured step: from the data set, or random ones with chosen lengths."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.virtual_ranks import deal_to_virtual
 
 DATA, FULL = "data", "full"
-_FORMS = {"counts": 1, "length_histogram": 0}
-"""Keys of a file that hold a histogram, and the length that the first entry counts."""
+_FIRST_LENGTHS = {"counts": 1, "length_histogram": 0}
+"""By key of a JSON file with a histogram, the length that the first entry counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Which lengths samples have."""
+    """Distribution of sample lengths."""
 
     name: str
-    """`data`, `full`, or the file's name."""
+    """`data`, `full`, or the name of the file."""
     histogram: tuple[int, ...] | None
-    """`histogram[s]`: number of samples of s tokens, up to the longest; they are drawn from it.
-    None: samples and their order are those of the data set."""
+    """`histogram[s]` is the number of samples of s tokens, up to the longest. Lengths are sampled
+    from it. None: samples and their order are those of the data set."""
 
 
 def choose_lengths(wanted: str | None, *, seq_len: int, prepared: bool) -> Lengths:
-    """The lengths that `--lengths` names.
+    """Return the lengths that `--lengths` names.
 
     Raises:
-        UserError: no such file, or no histogram in it.
+        UserError: the file does not exist or contains no histogram.
     """
     name = wanted or (DATA if prepared else FULL)
     if name == DATA:
@@ -54,12 +54,12 @@ def choose_lengths(wanted: str | None, *, seq_len: int, prepared: bool) -> Lengt
 
 
 def read_histogram(path: str) -> tuple[int, ...]:
-    """The histogram in a JSON file: entry s is the number of samples of s tokens.
+    """Return the histogram of a JSON file: entry s is the number of samples of s tokens.
 
     Raises:
-        UserError: there is no such file, or it is not of the form `{"counts": [...]}`, the first
-            entry for length 1, or `{"length_histogram": [...]}`, the first for length 0, as in a
-            data set's manifest.
+        UserError: the file does not exist, or does not have the form `{"counts": [...]}` (first
+            entry for length 1) or `{"length_histogram": [...]}` (first entry for length 0, as in a
+            data set's manifest).
     """
     where = f"--lengths: {path}"
     try:
@@ -71,39 +71,45 @@ def read_histogram(path: str) -> tuple[int, ...]:
         ) from None
     except ValueError as error:
         raise UserError(f"{where}: not valid JSON ({error})") from None
-    key = next((key for key in _FORMS if isinstance(content, dict) and key in content), None)
+    key = next(
+        (key for key in _FIRST_LENGTHS if isinstance(content, dict) and key in content), None
+    )
     if key is None:
         raise UserError(
             f"{where}: expected an object with a list 'counts' (samples of 1, 2, 3... tokens) or "
             "'length_histogram' (of 0, 1, 2...)"
         )
-    return _checked(content[key], f"{where}: {key}", first_length=_FORMS[key])
+    return _validate_histogram(content[key], f"{where}: {key}", first_length=_FIRST_LENGTHS[key])
 
 
-def _checked(counts: Any, where: str, *, first_length: int) -> tuple[int, ...]:
+def _validate_histogram(counts: Any, where: str, *, first_length: int) -> tuple[int, ...]:
+    """Return the histogram that starts at length 0, without trailing zeros."""
     if not isinstance(counts, list):
         raise UserError(f"{where}: expected a list of numbers of samples")
+    # Indices of the result are lengths, so a list that begins with length 1 is shifted.
     histogram = [0] * first_length + counts
     for length, count in enumerate(histogram):
+        # In Python a bool is an int.
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise UserError(
                 f"{where}: {json.dumps(count)} samples of length {length}: expected whole numbers "
                 "of at least 0"
             )
     longest = max((length for length, count in enumerate(histogram) if count), default=0)
+    # A sample without tokens cannot be trained on.
     if not longest or histogram[0]:
         raise UserError(f"{where}: expected at least one sample, and none of length 0")
     return tuple(histogram[: longest + 1])
 
 
 def check_fits(recipe: Recipe, spec: DataSpec, name: str, histogram: tuple[int, ...]) -> None:
-    """Makes sure that the recipe's model and micro-batches can take such samples.
+    """Check that the recipe's model and micro-batches accept samples of these lengths.
 
     Raises:
-        UserError: one line for each reason why they cannot.
+        UserError: they do not; one line for each reason.
     """
     longest = len(histogram) - 1
-    problems = recipe.workload.problems(_manifest(spec, histogram))
+    problems = recipe.workload.problems(_build_manifest(spec, histogram))
     most = recipe.micro_batch_tokens
     if most != "auto" and longest > most:
         problems.append(
@@ -114,8 +120,8 @@ def check_fits(recipe: Recipe, spec: DataSpec, name: str, histogram: tuple[int, 
         raise UserError(*problems)
 
 
-def _manifest(spec: DataSpec, histogram: tuple[int, ...]) -> Manifest:
-    """The manifest of such a data set, as far as a workload looks at it."""
+def _build_manifest(spec: DataSpec, histogram: tuple[int, ...]) -> Manifest:
+    """Return a manifest with the fields that workloads check."""
     return Manifest(
         samples=sum(histogram),
         tokens=sum(length * count for length, count in enumerate(histogram)),
@@ -135,31 +141,33 @@ def _manifest(spec: DataSpec, histogram: tuple[int, ...]) -> Manifest:
 
 
 _LARGEST_UINT16 = 2**16
+"""Number of ids that 16 bits can represent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Everything a lone rank is to train on, in memory before anything is measured."""
+    """All training data of a single rank, in memory."""
 
     lengths: str
-    """`data`, `full`, or the name of a histogram's file. All but `data` have random tokens."""
+    """`data`, `full`, or the name of a histogram file. Tokens are random except with `data`."""
     vocabulary: Vocabulary
     seq_len: int
-    """No sample is longer."""
+    """Largest number of tokens of a sample."""
+    # Everything is loaded before the measurement, which therefore contains no reading.
     steps: tuple[RankStep, ...]
 
 
 def bench_samples(recipe: Recipe, wanted: str | None, *, steps: int) -> Samples:
-    """The first steps of a lone rank, each of the recipe's full batch size.
+    """Return the first steps of a single rank with the recipe's full batch size.
 
     Raises:
-        UserError: the lengths, the data set and the recipe do not fit; one line for each reason.
+        UserError: the lengths, the data set and the recipe do not match; one line for each reason.
     """
     tokens = fixed_tokens(recipe, "a measurement")
     spec = data_spec(recipe)
     lengths = choose_lengths(wanted, seq_len=spec.seq_len, prepared=spec.prepared)
     if lengths.histogram is None:
-        return _of_data_set(recipe, steps)
+        return _load_samples(recipe, steps)
     check_fits(recipe, spec, lengths.name, lengths.histogram)
     random = RandomSteps(
         histogram=lengths.histogram,
@@ -180,7 +188,7 @@ def bench_samples(recipe: Recipe, wanted: str | None, *, steps: int) -> Samples:
     )
 
 
-def _of_data_set(recipe: Recipe, steps: int) -> Samples:
+def _load_samples(recipe: Recipe, steps: int) -> Samples:
     batches = training_data(recipe).train
     return Samples(
         lengths=DATA,
@@ -191,7 +199,7 @@ def _of_data_set(recipe: Recipe, steps: int) -> Samples:
 
 
 def rank_steps(batches: Batches, *, batch_size: int, steps: int) -> Iterator[RankStep]:
-    """The first steps of a run on one worker.
+    """Yield the first steps of a run on one worker.
 
     Raises:
         UserError: a shard is missing or damaged.
@@ -207,20 +215,20 @@ def rank_steps(batches: Batches, *, batch_size: int, steps: int) -> Iterator[Ran
 
 @dataclass(frozen=True, kw_only=True)
 class RandomSteps:
-    """A lone rank's steps, of samples of drawn lengths; the same ones every time."""
+    """Reproducible steps of a single rank with random samples."""
 
     histogram: tuple[int, ...]
-    """`histogram[s]`: number of samples of s tokens to draw from."""
+    """`histogram[s]` is the number of samples of s tokens to sample from."""
     num_ids: int
-    """Every token is below it."""
+    """Exclusive upper bound of token ids."""
     pairs: bool
-    """Whether samples are pairs of sentences, of equal length."""
+    """Whether samples are pairs of sentences of equal length."""
     steps: int
     batch_size: int
     work: WorkModel
     tokens_per_micro_batch: int
     virtual_ranks: int
-    """Parts that the rank plays one after the other."""
+    """Virtual ranks that the rank computes one after the other."""
     seed: int
 
     def __iter__(self) -> Iterator[RankStep]:
@@ -228,34 +236,35 @@ class RandomSteps:
         batches = drawn_batches(
             self.histogram, batch_size=self.batch_size, steps=self.steps, seed=self.seed
         )
-        for done, lengths in enumerate(batches):
-            dealt = deal_to_virtual(
+        # Samples are dealt as in a run, so that padding and micro-batches are those of real steps.
+        for steps_done, lengths in enumerate(batches):
+            deal = deal_to_virtual(
                 lengths,
                 virtual_ranks=self.virtual_ranks,
                 num_ranks=1,
                 work=self.work,
                 tokens_per_micro_batch=self.tokens_per_micro_batch,
             )
-            (hand,) = dealt.hands
+            (hand,) = deal.hands
             yield RankStep(
-                step=done + 1,
+                step=steps_done + 1,
                 rows=random_rows(
                     lengths[hand.rows],
-                    done * self.batch_size + np.arange(self.batch_size),
+                    steps_done * self.batch_size + np.arange(self.batch_size),
                     num_ids=self.num_ids,
                     pairs=self.pairs,
                     rng=rng,
                 ),
                 cuts=hand.cuts,
-                imbalance=dealt.imbalance,
-                rounds=dealt.rounds,
+                imbalance=deal.imbalance,
+                rounds=deal.rounds,
             )
 
 
 def random_rows(
     lengths: Ints, ids: Ints, *, num_ids: int, pairs: bool, rng: np.random.Generator
 ) -> Rows:
-    """Return samples of these lengths and ids, with random tokens below `num_ids`."""
+    """Return samples of given lengths and ids with random tokens below `num_ids`."""
     dtype = np.uint16 if num_ids <= _LARGEST_UINT16 else np.uint32
     return Rows(
         sample_ids=ids.astype(np.uint64),

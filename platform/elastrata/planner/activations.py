@@ -60,12 +60,12 @@ def micro_batches_in_flight(layout: Layout, micro_batches: int, stage: int) -> f
     if layout.schedule == "gpipe":
         return micro_batches
     p, v = layout.pipeline, layout.virtual_stages
-    held: float = p - stage
+    in_flight: float = p - stage
     if layout.schedule == "zero_bubble":
-        held = p
+        in_flight = p
     elif v > 1:
-        held = p + (p - 1 - 2 * stage) / v
-    return min(held, micro_batches)
+        in_flight = p + (p - 1 - 2 * stage) / v
+    return min(in_flight, micro_batches)
 
 
 def travelling(

@@ -51,7 +51,7 @@ class Choice:
 def budgets(longest: int, batch_size: int) -> tuple[int, ...]:
     """Return the token numbers that `micro_batch_tokens: auto` may resolve to, ascending.
 
-    They hold 1, 2, 4... of the longest samples, up to the batch size.
+    They hold 1, 2, 4... of the longest samples, up to the batch size or `MOST_SAMPLES`.
 
     Args:
         longest: tokens of the longest sample.
@@ -121,10 +121,12 @@ class Choices:
         size = choice.micro_batch_tokens if tokens is None else max(1, tokens)
         count = -(-self._samples_per_rank * self.model.seq_len // choice.micro_batch_tokens)
         needed = memory(
+            # One long sample stands for a micro-batch that packs several samples without padding.
             replace(self.model, seq_len=size),
             self.cluster.device,
             self.machine.stack,
             replace(self._layout(choice), micro_batch=1),
+            # A pipeline runs at least as many micro-batches as it has stages.
             max(count, self.layout.pipeline) * self.layout.data,
         )
         return needed.total
@@ -147,13 +149,15 @@ class Choices:
 
     def best(self, fits: Callable[[Choice], bool]) -> Choice:
         """Return the fastest choice that fits, or the smallest one if none fits."""
-        fitting = [choice for choice in self.all if fits(choice)]
-        if not fitting:
+        fitting_choices = [choice for choice in self.all if fits(choice)]
+        if not fitting_choices:
             return self.smallest
-        seconds = {choice: self.seconds(choice) for choice in fitting}
+        seconds = {choice: self.seconds(choice) for choice in fitting_choices}
         least = min(seconds.values())
-        fast = [choice for choice in fitting if seconds[choice] <= _EQUALLY_FAST * least]
-        return max(fast, key=lambda choice: (choice.micro_batch_tokens, -seconds[choice]))
+        fast_choices = [
+            choice for choice in fitting_choices if seconds[choice] <= _EQUALLY_FAST * least
+        ]
+        return max(fast_choices, key=lambda choice: (choice.micro_batch_tokens, -seconds[choice]))
 
 
 class Correction:
@@ -250,6 +254,7 @@ def best_together(kinds: Sequence[Choices], fits: Callable[[int, Choice], bool])
     if found := fastest_together(kinds, fits):
         return found
     smallest = smallest_together(kinds)
+    # The trainer gives up before no compatible choices remain.
     assert smallest is not None, "no choices that go together"
     return tuple(
         _restrict_to(kind, one).best(partial(fits, number))
@@ -268,8 +273,8 @@ def fastest_together(
         fits: whether the kind with the given index has room for a choice.
     """
     if len(kinds) == 1:
-        only = partial(fits, 0)
-        return (kinds[0].best(only),) if any(map(only, kinds[0].all)) else None
+        fits_kind = partial(fits, 0)
+        return (kinds[0].best(fits_kind),) if any(map(fits_kind, kinds[0].all)) else None
     found = [
         tuple(kind.best(partial(fits, number)) for number, kind in enumerate(compatible))
         for compatible in _compatible_choices(kinds)

@@ -70,7 +70,7 @@ class ClusterConfig(Config):
         try:
             return device_named(name).name
         except UserError as error:
-            # pydantic's message already names the key and the value.
+            # `recipe_problems` prefixes the key and the value.
             raise ValueError(error.problems[0].removeprefix(f"{name}: ")) from None
 
     def described(self) -> Device:
@@ -176,6 +176,7 @@ def _cluster(devices: int, device: Device, per_node: int | None = None) -> Clust
         raise UserError(
             f"--cluster: {devices} devices: expected at least 1 and at most {MOST_DEVICES:,}"
         )
+    # A cluster that is smaller than a usual node is a single node.
     return Cluster(
         device=device, devices=devices, per_node=min(devices, per_node or device.per_node)
     )

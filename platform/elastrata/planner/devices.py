@@ -302,12 +302,12 @@ def device_named(name: str) -> Device:
     Raises:
         UserError: no device has that name.
     """
-    known = {one.lower(): ALIASES.get(one, one) for one in NAMES}
-    known_name = known.get(name.lower())
-    if known_name is None:
+    canonical_names = {one.lower(): ALIASES.get(one, one) for one in NAMES}
+    canonical_name = canonical_names.get(name.lower())
+    if canonical_name is None:
         hint = nearest(name.upper(), [*DEVICES, *ALIASES])
         raise UserError(f"{name}: no such device{hint}; known: {', '.join(DEVICES)}")
-    return (DEVICES | SLICES)[known_name]
+    return (DEVICES | SLICES)[canonical_name]
 
 
 def device_like(name: str) -> Device:

@@ -66,6 +66,7 @@ class Layout:
         pieces = [self.division, f"mb{self.micro_batch}"]
         names = {"none": [], "selective": ["recompute half"], "full": ["recompute"]}
         pieces += names[self.checkpointing]
+        # Defaults are omitted, to keep the tables of `elastrata plan` narrow.
         pieces += [] if self.reshard or self.shards == 1 else ["keep"]
         pieces += [] if self.gradient_sync == "step" else ["reduce each"]
         return " ".join(pieces)

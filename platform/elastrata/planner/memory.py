@@ -92,6 +92,8 @@ class Stage:
     def peak(self) -> Moment:
         """The moment with the largest total."""
         moments = [self.at_end()]
+        # If gradients exist when the most micro-batches are in flight, the first backward pass is
+        # no peak.
         for before in (0, 1) if self.all_go_forward_first else (1,):
             moments += [self.in_block(before), self.at_front(before)]
             if self.has_head:
@@ -195,6 +197,7 @@ class Stage:
     @property
     def in_flight(self) -> float:
         """Number of micro-batches that wait for their backward pass, including the newest."""
+        # A stage that is n stages earlier holds n more micro-batches.
         stage = self.number - self.stack.extra_micro_batches
         return micro_batches_in_flight(self.layout, self.micro_batches, stage)
 

@@ -164,7 +164,7 @@ def search(
         tensor_sizes: numbers of parts into which the model's matrices can be divided.
         pipelines: whether to consider pipeline stages.
     """
-    fitting, too_large, nearest = list[Forecast](), 0, None
+    forecasts, too_large, nearest = list[Forecast](), 0, None
     for shape in _shapes(model, cluster.devices, cluster.per_node, tensor_sizes, pipelines):
         for layout in _micro_batch_sizes(shape, batch_size):
             needed = memory(model, cluster.device, machine.stack, layout, batch_size)
@@ -175,11 +175,12 @@ def search(
                     nearest = Misfit(layout=layout, needed=needed.total, missing=missing)
                 break  # a larger micro-batch needs more
             time = step_time(model, cluster, machine, layout, batch_size)
-            fitting.append(
+            forecasts.append(
                 forecast(model, cluster, layout, needed, time, batch_size=batch_size, steps=steps)
             )
-    fitting.sort(key=lambda each: (each.time.total, each.memory.total))
-    return SearchResult(forecasts=tuple(fitting), too_large=too_large, nearest=nearest)
+    # Of equally fast layouts, the smaller one leaves more memory free.
+    forecasts.sort(key=lambda each: (each.time.total, each.memory.total))
+    return SearchResult(forecasts=tuple(forecasts), too_large=too_large, nearest=nearest)
 
 
 def _micro_batch_sizes(shape: Layout, batch_size: int) -> Iterator[Layout]:
@@ -267,6 +268,7 @@ def _divisors(number: int) -> list[int]:
 
 
 _TENSOR_SIZES = (1, 2, 4, 8, 16)
+# Error messages suggest no larger cluster than this.
 _MOST_DEVICES = 65_536
 
 
@@ -337,6 +339,7 @@ def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, objec
 
     Keys with the value `auto` are left unchanged.
     """
+    # "all" keeps every copy unsharded when the number of workers changes.
     copies: object = "all" if layout.shards == 1 and layout.data > 1 else layout.copies
     new_values: dict[str, object] = {
         "workers.min": min(recipe.workers.min, layout.devices),
@@ -358,8 +361,8 @@ def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, objec
     if layout.shards == 1 and layout.schedule != "zero_bubble":
         del new_values["parallel.reshard_after_forward"]
     # Without a pipeline the schedule has no effect, so the recipe keeps the default.
-    usual = type(recipe.parallel).model_fields["schedule"].default
-    new_values["parallel.schedule"] = layout.schedule if layout.pipeline > 1 else usual
+    default_schedule = type(recipe.parallel).model_fields["schedule"].default
+    new_values["parallel.schedule"] = layout.schedule if layout.pipeline > 1 else default_schedule
     if layout.pipeline != recipe.parallel.pipeline:
         # None derives it from the new number of stages.
         new_values["parallel.micro_batches"] = None

@@ -145,6 +145,7 @@ def stage_time(
     logits = head_passes(model, machine, layout.micro_batch, layout.tensor)
     head = logits.forward + logits.backward
     per_block = block.forward + block.backward + again + messages
+    # While a device is idle the others work, on average for the mean time of a stage.
     mean = (per_block * model.layers + head) / layout.pipeline
     return StepTime(
         matrices=micro_batches * blocks * (block.forward + block.backward),

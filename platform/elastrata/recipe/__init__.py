@@ -1,1 +1,1 @@
-"""Recipes, from YAML to checked values."""
+"""Recipes: parsing from YAML, and validation."""

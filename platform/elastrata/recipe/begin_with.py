@@ -1,5 +1,4 @@
-"""The key `begin_with`: the weights that a run begins with, in place of drawn ones, and their
-model, which a recipe need not name."""
+"""The key `begin_with`: initial weights of a run, and the model that they imply."""
 
 from __future__ import annotations
 
@@ -42,59 +41,61 @@ class BeginConfig(Config):
 
     @property
     def place(self) -> str:
-        """The folder, URL or name, without what follows `@`."""
+        """The folder, URL or name without the part after `@`."""
         return self._parts[0]
 
     @property
     def revision(self) -> str | None:
-        """What follows `@`: a checkpoint, or a revision in the hub; None: the newest."""
+        """The part after `@`: a checkpoint or a revision in the hub. None means the newest."""
         return self._parts[1]
 
     @property
     def _parts(self) -> tuple[str, str | None]:
+        # Only the last component is split, as URLs contain `@` before a host name as well.
         parent, slash, last = self.weights.rpartition("/")
         name, at, revision = last.rpartition("@")
         return (f"{parent}{slash}{name}", revision) if at and name else (self.weights, None)
 
 
 def is_run(place: str) -> bool:
-    """Whether a folder or URL is that of a run, and not of a model alone.
+    """Return whether a folder or URL contains a run and not only a model.
 
     Raises:
-        UserError: no file system knows it.
+        UserError: the folder or URL cannot be read.
     """
     storage = Storage(place)
     try:
         return any(storage.exists(name) for name in ("run.json", "checkpoints"))
-    except Exception as error:  # each kind of store has its own
+    # Every storage backend raises different exceptions.
+    except Exception as error:
         raise UserError(f"{place}: cannot be read ({reason(error)})") from None
 
 
-def _section(value: Any) -> Any:
+def _expand_shorthand(value: Any) -> Any:
     return {"weights": value} if isinstance(value, str) else value
 
 
 BeginWith = Annotated[
-    BeginConfig, BeforeValidator(_section, json_schema_input_type=str | BeginConfig)
+    BeginConfig, BeforeValidator(_expand_shorthand, json_schema_input_type=str | BeginConfig)
 ]
 
 
 def given_workload(begin: BeginConfig) -> dict[str, Any]:
-    """The section `workload` of the model that has these weights.
+    """Return the section `workload` of the model to which the weights belong.
 
     Raises:
-        UserError: there are none, or no workload that is installed has such a model.
+        UserError: the weights are missing, or no installed workload has such a model.
     """
     try:
         if is_run(begin.place):
-            return _of_run(Storage(begin.place))
+            return _read_run_workload(Storage(begin.place))
         folder = weights_folder(begin.place, begin.revision)
-        return _of_config(folder.config(), folder.storage.uri(CONFIG))
+        return _match_workload(folder.config(), folder.storage.uri(CONFIG))
     except UserError as error:
         raise UserError(*(f"{_KEY}: {line}" for line in error.problems)) from None
 
 
-def _of_run(run: Storage) -> dict[str, Any]:
+def _read_run_workload(run: Storage) -> dict[str, Any]:
     try:
         values = read_stored(run, "recipe.yaml")
     except FileNotFoundError:
@@ -105,7 +106,8 @@ def _of_run(run: Storage) -> dict[str, Any]:
     return found
 
 
-def _of_config(config: Any, where: str) -> dict[str, Any]:
+def _match_workload(config: Any, where: str) -> dict[str, Any]:
+    # Sorted, so that every machine chooses the same of several matching workloads.
     names = sorted(installed_workloads())
     for name in names:
         workload = workload_class(name)

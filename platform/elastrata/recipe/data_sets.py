@@ -1,4 +1,5 @@
-"""The data sets of a recipe: their form, the shares of a mixture, and a run's length in steps."""
+"""Data sets of a recipe: their format, the shares of a mixture, and the length of a run in
+steps."""
 
 from __future__ import annotations
 
@@ -21,22 +22,24 @@ from elastrata_pipelines.storage import Storage
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """The form of samples."""
+    """Format of the samples of a data set."""
 
     vocabulary: Vocabulary
     seq_len: int
-    """No sample is longer."""
+    """Largest number of tokens of a sample."""
     pairs: bool
     """Whether samples are sentence pairs."""
     prepared: bool
-    """Whether the data set is there; else this is what `elastrata prepare` is asked for."""
+    """True if the data set exists; otherwise the values are those that `elastrata prepare` would
+    produce."""
 
 
 def data_spec(recipe: Recipe) -> DataSpec:
-    """The spec of the (first phase's) data set, of the one that is asked for where it is missing.
+    """Return the format of the first phase's data set, or the requested format if it does not exist
+    yet.
 
     Raises:
-        UserError: the size of the vocabulary is not known before the data is prepared.
+        UserError: the vocabulary size is unknown until the data set is prepared.
     """
     data = recipe.parts[0].data
     key, place = next(iter(data.places.items()))
@@ -56,6 +59,7 @@ def data_spec(recipe: Recipe) -> DataSpec:
         )
     size = prepare.tokenizer.vocab_size
     return DataSpec(
+        # Only the size matters before training, so the ids are placeholders.
         vocabulary=Vocabulary(size=size, pad_id=0, mask_id=1, special_ids=(), continuation_ids=()),
         seq_len=prepare.seq_len,
         pairs=prepare.pairs,
@@ -64,13 +68,10 @@ def data_spec(recipe: Recipe) -> DataSpec:
 
 
 def preparations(recipe: Recipe) -> dict[str, PrepareConfig]:
-    """How to make each of its data sets, by folder or URL, in the order of its phases.
-
-    A run has one tokenizer: a later phase whose data set asks for the training of the same one
-    takes that of the first.
+    """Return the preparation of each data set by folder or URL, in the order of phases.
 
     Raises:
-        UserError: a phase does not say how.
+        UserError: a phase has no `data.prepare`.
     """
     by_path: dict[str, PrepareConfig] = {}
     problems = []
@@ -82,7 +83,7 @@ def preparations(recipe: Recipe) -> dict[str, PrepareConfig]:
             )
             continue
         try:
-            plans = _of_data(part.data, part.data.prepare)
+            plans = _preparations_of_phase(part.data, part.data.prepare)
         except UserError as error:
             problems += [f"{prefix}{line}" for line in error.problems]
             continue
@@ -90,7 +91,9 @@ def preparations(recipe: Recipe) -> dict[str, PrepareConfig]:
             first_path, first = next(iter(by_path.items()), (path, config))
             own = config
             if path != first_path and own.tokenizer == first.tokenizer and first.tokenizer.train:
-                own = _with_tokenizer_of(first_path, config)
+                # A run has one tokenizer. A later phase that requests the training of the same one
+                # loads it from the first data set.
+                own = _replace_tokenizer(first_path, config)
             if by_path.setdefault(path, own) != own:
                 problems.append(
                     f"{prefix}data.prepare: differs from that of an earlier phase, but {path} is "
@@ -101,74 +104,79 @@ def preparations(recipe: Recipe) -> dict[str, PrepareConfig]:
     return by_path
 
 
-def _of_data(data: DataConfig, config: PrepareConfig) -> dict[str, PrepareConfig]:
-    """How to make the data sets of a phase: of a mixture one for each source of the text, with one
-    tokenizer, trained on all of it.
+def _preparations_of_phase(data: DataConfig, config: PrepareConfig) -> dict[str, PrepareConfig]:
+    """Return the preparation of each data set of a phase.
+
+    A mixture has one data set for each source of text and one tokenizer, trained on all sources.
 
     Raises:
-        UserError: the sources are not those of the text.
+        UserError: the sources of the mixture and of the text differ.
     """
     if not data.sources:
         return {data.path: config}
     texts = {str(source.name): source for source in config.all_sources}
-    named = {
+    places_by_name = {
         source.name: place for source, place in zip(data.sources, data.places.values(), strict=True)
     }
     problems = [
         f"data.sources.{number}.name: {name}: not among the sources of data.prepare, "
         f"{', '.join(texts)}{nearest(name, texts)}"
-        for number, name in enumerate(named)
+        for number, name in enumerate(places_by_name)
         if name not in texts
     ]
     problems += [
-        f"data.prepare.sources: {name}: not among data.sources, {', '.join(named)}"
-        f"{nearest(name, named)}"
+        f"data.prepare.sources: {name}: not among data.sources, {', '.join(places_by_name)}"
+        f"{nearest(name, places_by_name)}"
         for name in texts
-        if name not in named
+        if name not in places_by_name
     ]
     if isinstance(config.held_out, tuple):
         problems.append("data.prepare.held_out: sources: expected a fraction, held out of each")
     if problems:
         raise UserError(*problems)
     tokenizer = config.tokenizer
+    # Each data set would otherwise train a different tokenizer on its single source.
     if tokenizer.train and not tokenizer.sources:
         tokenizer = tokenizer.model_copy(update={"sources": config.all_sources})
     return {
         place: config.model_copy(update={"sources": (texts[name],), "tokenizer": tokenizer})
-        for name, place in named.items()
+        for name, place in places_by_name.items()
     }
 
 
-def _with_tokenizer_of(data: str, config: PrepareConfig) -> PrepareConfig:
+def _replace_tokenizer(data: str, config: PrepareConfig) -> PrepareConfig:
+    """Return a preparation that loads its tokenizer from a data set."""
     tokenizer = TokenizerConfig(load=Storage(data).uri(TOKENIZER_DIR))
     return config.model_copy(update={"tokenizer": tokenizer})
 
 
 def wanted_mixture(data: DataConfig, manifests: Sequence[Manifest], samples: int) -> Mixture:
-    """The mixture that a phase asks for, as if there were enough of every source.
+    """Return the mixture that a phase requests, assuming an unlimited supply of every source.
 
     Args:
-        data: its sources.
-        manifests: theirs.
-        samples: of the phase.
+        data: sources of the phase.
+        manifests: manifests of the sources.
+        samples: number of samples of the phase.
     """
-    first = _samples(data, data.weights, manifests)
+    first = _sample_shares(data, data.weights, manifests)
     if data.final_weights is None or not any(data.final_weights):
         return Mixture((Leg(shares=first),))
-    last = _samples(data, data.final_weights, manifests)
+    last = _sample_shares(data, data.final_weights, manifests)
     return Mixture((Leg(shares=first, final_shares=last, length=samples),))
 
 
 def mean_tokens(data: DataConfig, manifests: Sequence[Manifest]) -> float:
-    """Tokens of a sample, on average over a phase in which shares stay or change evenly."""
+    """Return the mean number of tokens per sample over a phase with constant or linearly changing
+    shares."""
     mixture = wanted_mixture(data, manifests, 1)
+    # The mean of linearly changing shares is that of the first and the last ones.
     shares = map(sum, zip(mixture.legs[0].shares, mixture.last_shares, strict=True))
     means = (manifest.tokens / manifest.samples for manifest in manifests)
     return sum(share * mean for share, mean in zip(shares, means, strict=True)) / (2 * UNITS)
 
 
 def without_limits(recipe: Recipe) -> Recipe:
-    """The recipe as if every source may be read any number of times."""
+    """Return the recipe without limits on the epochs of sources."""
 
     def unlimited(part: PhaseKeys) -> PhaseKeys:
         sources = tuple(one.model_copy(update={"max_epochs": None}) for one in part.data.sources)
@@ -180,14 +188,15 @@ def without_limits(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"data": unlimited(recipe).data})
 
 
-def _samples(
+def _sample_shares(
     data: DataConfig, weights: Sequence[float], manifests: Sequence[Manifest]
 ) -> tuple[int, ...]:
-    """The shares of samples that go with weights."""
+    """Return the shares of samples that correspond to weights."""
     if data.weight_by == "samples" or not any(weights):
         return in_units(weights if any(weights) else [1.0] * len(weights))
     return in_units(
         [
+            # Fractions keep the shares independent of floating-point rounding.
             Fraction(weight) * manifest.samples / manifest.tokens
             for weight, manifest in zip(weights, manifests, strict=True)
         ]
@@ -198,29 +207,32 @@ Part = TypeVar("Part", bound=PhaseKeys)
 
 
 def in_steps(recipe: Recipe) -> Recipe:
-    """The recipe with `steps` in the place of `epochs` and `tokens`, by the data sets that are
-    there; a phase whose data set is not stays as it is.
+    """Return the recipe with `epochs` and `tokens` converted to `steps`. Phases without an existing
+    data set stay unchanged.
 
     Raises:
-        UserError: a data set cannot be read, or the steps are too few for the recipe's schedule.
+        UserError: a data set cannot be read, or the recipe's schedule needs more steps.
     """
     if all(part.steps is not None for part in recipe.parts):
         return recipe
     if recipe.phases:
-        counted = recipe.model_copy(update={"phases": tuple(map(_counted, recipe.phases))})
+        recipe_in_steps = recipe.model_copy(
+            update={"phases": tuple(map(_count_steps, recipe.phases))}
+        )
     else:
-        counted = _counted(recipe)
-    if problems := [line for _, line in cross_field_problems(counted)]:
+        recipe_in_steps = _count_steps(recipe)
+    # Rules about warm-up and decay could not be checked without the number of steps.
+    if problems := [line for _, line in cross_field_problems(recipe_in_steps)]:
         raise UserError(*problems)
-    return counted
+    return recipe_in_steps
 
 
 def as_if_full(recipe: Recipe, seq_len: int) -> Recipe:
-    """The recipe with `steps` in the place of `tokens`, of samples that are all of full length, as
-    the planner counts them: for where the data that would tell is not there.
+    """Return the recipe with `tokens` converted to `steps` of full-length samples, as the planner
+    counts them. Phases with `epochs` stay unchanged.
 
     Args:
-        recipe: of which a phase that says `epochs` stays as it is.
+        recipe: recipe whose data sets may be missing.
         seq_len: tokens of every sample.
     """
     if recipe.phases:
@@ -230,7 +242,7 @@ def as_if_full(recipe: Recipe, seq_len: int) -> Recipe:
 
 
 def full_part(part: Part, seq_len: int) -> Part:
-    """A phase as if its batches were full throughout."""
+    """Return a phase with `tokens` converted to `steps` of full-length samples."""
     if part.steps is not None or part.tokens is None:
         return part
     samples = -(-part.tokens // seq_len)
@@ -239,13 +251,14 @@ def full_part(part: Part, seq_len: int) -> Part:
 
 
 def samples_of(part: PhaseKeys, manifests: Sequence[Manifest]) -> int:
-    """Samples of a phase whose length is given in epochs or tokens of its data.
+    """Return the number of samples of a phase with a length in epochs or tokens.
 
     Args:
-        part: the phase.
-        manifests: of its data sets.
+        part: phase of the recipe.
+        manifests: manifests of the phase's data sets.
     """
     if part.epochs is not None:
+        # A fraction of an epoch may round to zero samples.
         return max(1, round(part.epochs * manifests[0].samples))
     assert part.tokens is not None, part
     if part.data.sources:
@@ -253,7 +266,8 @@ def samples_of(part: PhaseKeys, manifests: Sequence[Manifest]) -> int:
     return max(1, -(-part.tokens * manifests[0].samples // manifests[0].tokens))
 
 
-def _counted(part: Part) -> Part:
+def _count_steps(part: Part) -> Part:
+    """Return a phase with its length in steps if its data sets exist."""
     data_sets = [Storage(place) for place in part.data.places.values()]
     if part.steps is not None or not all(data_set.exists(MANIFEST) for data_set in data_sets):
         return part

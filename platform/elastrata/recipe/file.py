@@ -1,4 +1,4 @@
-"""Recipes on disk: read, with all mistakes reported together, and written."""
+"""Recipe files: reading, with all mistakes reported together, and writing."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ from elastrata_pipelines.errors import UserError
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads a recipe.
+    """Return the validated recipe of a file.
 
     Args:
         name_or_path: a YAML file, or a name such as `bert/tiny`.
-        overrides: `dotted.path=value`, the value in YAML.
+        overrides: `dotted.path=value`, with the value in YAML.
 
     Raises:
-        UserError: one line per mistake, `<file>: <dotted.path>: <value>: <what was expected>`.
+        UserError: one line for each mistake, `<file>: <dotted.path>: <value>: <expected value>`.
     """
     text = read_recipe_text(name_or_path, overrides, model=Recipe)
     text.values.setdefault("name", text.name)
-    _take_workload(text)
-    problems = misread_booleans(_described(text), text) + vain_keys(text)
+    _add_given_workload(text)
+    problems = misread_booleans(_model_with_workload(text), text) + vain_keys(text)
     try:
         recipe = Recipe.model_validate(text.values)
     except ValidationError as error:
-        problems = recipe_problems(error, _described(text), text) + _lengths(text) + problems
+        problems = (
+            recipe_problems(error, _model_with_workload(text), text)
+            + _length_problems(text)
+            + problems
+        )
+        # Members of a union can report the same line.
         raise UserError(*dict.fromkeys(problems)) from None
     problems += [f"{text.origin(path)}: {line}" for path, line in cross_field_problems(recipe)]
     if problems:
@@ -43,13 +48,14 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def _take_workload(text: RecipeText) -> None:
-    """Where nothing says what the model is, it is that of the weights that the run begins with."""
+def _add_given_workload(text: RecipeText) -> None:
+    """Add the workload of the initial weights to a recipe without a workload."""
     if "workload" in text.values or text.values.get("begin_with") is None:
         return
     try:
         begin = TypeAdapter(BeginWith).validate_python(text.values["begin_with"])
-    except ValidationError:  # of which its own line tells
+    except ValidationError:
+        # Validation of the whole recipe reports it.
         return
     try:
         text.values["workload"] = given_workload(begin)
@@ -59,31 +65,31 @@ def _take_workload(text: RecipeText) -> None:
 
 
 def stored_recipe(values: Any, file: str) -> Recipe:
-    """The recipe that was written down before.
+    """Return a recipe from values that an earlier run stored.
 
     Args:
-        values: what its file holds.
-        file: what to call it in an error.
+        values: content of the file.
+        file: name of the file in errors.
 
     Raises:
-        UserError: it is damaged; one line per mistake.
+        UserError: the values are invalid; one line for each mistake.
     """
     if not isinstance(values, dict):
         raise UserError(f"{file}: damaged: expected keys with values")
-    values = _without_removed_keys(values)
+    values = _drop_removed_keys(values)
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
         text = RecipeText(file=file, name="", values=values)
-        raise UserError(*recipe_problems(error, _described(text), text)) from None
+        raise UserError(*recipe_problems(error, _model_with_workload(text), text)) from None
 
 
 # Earlier versions wrote these keys, with their defaults too, into the recipe of every run.
 _REMOVED_KEYS = (("checkpoint", "hot_parity"),)
 
 
-def _without_removed_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored recipe without the keys that no longer exist and change no result."""
+def _drop_removed_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values without keys that no longer exist and never changed a result."""
     kept = dict(values)
     for section, key in _REMOVED_KEYS:
         if isinstance(kept.get(section), dict):
@@ -91,9 +97,10 @@ def _without_removed_keys(values: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _lengths(text: RecipeText) -> list[str]:
-    """A line where nothing says how long the run is, which the model alone could not tell."""
+def _length_problems(text: RecipeText) -> list[str]:
+    """Return a line if the recipe and its phases lack a length."""
     phases = text.values.get("phases")
+    # `cross_field_problems`, which checks the length, runs only after validation has succeeded.
     parts = phases if isinstance(phases, list) and phases else [text.values]
     sections = [part for part in parts if isinstance(part, dict)]
     if all(text.values.keys() & LENGTHS or part.keys() & LENGTHS for part in sections):
@@ -102,23 +109,24 @@ def _lengths(text: RecipeText) -> list[str]:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The recipe as a file that `load_recipe` reads back to an equal one."""
+    """Return the recipe as YAML from which `load_recipe` restores an equal one."""
     return dump_yaml(recipe.model_dump(mode="json"))
 
 
-def _described(text: RecipeText) -> type[BaseModel]:
-    """The recipe's model with the class of its workload in it, so that its keys are known."""
+def _model_with_workload(text: RecipeText) -> type[BaseModel]:
+    """Return the recipe's model with the class of its workload, so that the workload's keys are
+    known."""
     section = text.values.get("workload")
     name = section.get("name") if isinstance(section, dict) else None
     try:
         workload = workload_class(name) if isinstance(name, str) else None
     except UserError:
         workload = None
-    return _with_workload(workload) if workload else Recipe
+    return _create_model_with(workload) if workload else Recipe
 
 
 @cache
-def _with_workload(workload: type[Workload]) -> type[BaseModel]:
+def _create_model_with(workload: type[Workload]) -> type[BaseModel]:
     return create_model("Recipe", __base__=Recipe, workload=(workload, ...))
 
 
@@ -126,32 +134,35 @@ Path = tuple[str, ...]
 
 
 def vain_keys(text: RecipeText) -> list[str]:
-    """Return a line for each key that no phase takes, though it was said after the phases had said
-    theirs, or with them: in the same file, or on the command line. What a base says is no mistake
-    of the recipe that extends it.
+    """Return a line for each key of the recipe that no phase inherits.
+
+    Keys of a base recipe are not reported if the extending recipe or an override defines the
+    phases.
 
     Args:
-        text: of a recipe.
+        text: text of a recipe.
     """
     phases = text.values.get("phases")
     if not isinstance(phases, list) or not phases:
         return []
     if not all(isinstance(phase, Mapping) for phase in phases):
-        return []  # a mistake, of which its own line tells
+        # Validation reports the mistake.
+        return []
     whole = with_inherited(text.values)["phases"]
     keys = [key for key in PhaseKeys.model_fields if key in text.values]
+    # Stored recipes with phases contain null for the keys in PER_PHASE.
     found = [
         (path, value)
         for key in keys
-        for path, value in _leaves(text.values[key], (key,))
+        for path, value in _iter_leaves(text.values[key], (key,))
         if not (value is None and key in PER_PHASE)
-        and not any(_is_same(phase, path, value) for phase in whole)
-        and _is_after(text, path, len(phases))
+        and not any(_has_value(phase, path, value) for phase in whole)
+        and _overrides_phases(text, path, len(phases))
     ]
-    return [_line(text, path, value, len(phases)) for path, value in found]
+    return [_vain_key_line(text, path, value, len(phases)) for path, value in found]
 
 
-def _line(text: RecipeText, path: Path, value: Any, count: int) -> str:
+def _vain_key_line(text: RecipeText, path: Path, value: Any, count: int) -> str:
     key = ".".join(path)
     instead = f"phases.0.{key}" if count == 1 else f"phases.0.{key} to phases.{count - 1}.{key}"
     return (
@@ -160,36 +171,40 @@ def _line(text: RecipeText, path: Path, value: Any, count: int) -> str:
     )
 
 
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def _iter_leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    # An empty section replaces another value, so it is a leaf as well.
     if not isinstance(value, Mapping) or not value:
         yield path, value
         return
     for key, below in value.items():
-        yield from _leaves(below, (*path, str(key)))
+        yield from _iter_leaves(below, (*path, str(key)))
 
 
-def _is_same(phase: Any, path: Path, value: Any) -> bool:
-    """Whether a phase has that very value there."""
+def _has_value(phase: Any, path: Path, value: Any) -> bool:
+    """Return whether a phase has this value, of the same type, at a path."""
     for key in path:
         if not isinstance(phase, Mapping) or key not in phase:
             return False
         phase = phase[key]
+    # In Python True == 1 and 1 == 1.0.
     return bool(type(phase) is type(value) and phase == value)
 
 
-def _is_after(text: RecipeText, path: Path, count: int) -> bool:
-    """Whether a key was said with what each phase has in its place, or later."""
+def _overrides_phases(text: RecipeText, path: Path, count: int) -> bool:
+    """Return whether a key was written in the same file as the corresponding keys of all phases, or
+    later."""
     level = text.level(text.origin(path))
+    # Any key for the length of a phase replaces all of them.
     roots = LENGTHS if path[0] in LENGTHS else path[:1]
     for number in range(count):
-        own = [text.origin(("phases", str(number), *path))]
+        phase_origins = [text.origin(("phases", str(number), *path))]
         for root in roots:
             place = f"phases.{number}.{root}"
-            own += [
+            phase_origins += [
                 origin
-                for said, origin in text.origins.items()
-                if said == place or said.startswith(f"{place}.")
+                for dotted, origin in text.origins.items()
+                if dotted == place or dotted.startswith(f"{place}.")
             ]
-        if any(text.level(origin) > level for origin in own):
+        if any(text.level(origin) > level for origin in phase_origins):
             return False
     return True

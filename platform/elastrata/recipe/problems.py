@@ -1,4 +1,4 @@
-"""The mistakes in a recipe, a line each, in the words of the one who wrote it."""
+"""Error messages about the mistakes in a recipe, one line for each."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from elastrata_pipelines.url_secrets import without_secrets
 
 _SHOWN_CHARACTERS = 60
 _SHOWN_PROBLEMS = 50
-_TOO_MUCH = {"less_than", "less_than_equal", "too_long", "string_too_long"}
-"""The types of pydantic's errors about values beyond an upper bound."""
+_UPPER_BOUND_ERRORS = {"less_than", "less_than_equal", "too_long", "string_too_long"}
+"""Types of pydantic errors about values beyond an upper bound."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One place in a recipe: its path, what stands there and what should."""
+    """A location in a recipe: its path, the expected type and the actual value."""
 
     path: tuple[str, ...]
     annotation: Any
@@ -45,41 +45,46 @@ class Place:
 
 
 def recipe_problems(error: ValidationError, model: Model, text: RecipeText) -> list[str]:
-    """The lines for everything that pydantic found, each named once.
+    """Return one line for each problem that pydantic found, without duplicates.
 
     Args:
-        error: what validation raised.
-        model: the section that was validated, with the workload's own class in it.
-        text: the values that were validated, and where they come from.
+        error: exception that validation raised.
+        model: validated section, with the class of the workload in it.
+        text: validated values and their origins.
     """
-    said: list[str] = []
-    inherited: list[str] = []
-    flat, values = list(_flat(error, ())), _whole_phases(text.values)
+    own_lines: list[str] = []
+    inherited_lines: list[str] = []
+    flat, values = list(_flatten_errors(error, ())), _fill_in_phases(text.values)
     for problem in flat[:_SHOWN_PROBLEMS]:
         place = _locate(model, problem["loc"], values)
         if place is not None and problem["type"] == "union_tag_invalid":
-            place = _kind(place, problem["ctx"]["discriminator"].strip("'"))
+            # pydantic locates an invalid tag at its section.
+            place = _find_tag(place, problem["ctx"]["discriminator"].strip("'"))
         if place is not None and not _follows_from_others(problem, place):
             origin = text.origin(place.path)
-            lines = [f"{origin}: {line}" for line in _tell(problem, place, model)]
-            (inherited if _is_inherited(place.path, text.values) else said).extend(lines)
+            lines = [f"{origin}: {line}" for line in _describe(problem, place, model)]
+            (inherited_lines if _is_inherited(place.path, text.values) else own_lines).extend(lines)
     if more := flat[_SHOWN_PROBLEMS:]:
-        said.append(f"{text.file}: and {len(more)} more mistakes")
-    return _fullest(list(dict.fromkeys(said or inherited)))
+        own_lines.append(f"{text.file}: and {len(more)} more mistakes")
+    # A phase repeats the recipe's mistake if it inherits the value, so those lines count only if
+    # there are no others.
+    return _select_longest(list(dict.fromkeys(own_lines or inherited_lines)))
 
 
-def _whole_phases(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values that pydantic has validated: phases have what they take from the recipe."""
+def _fill_in_phases(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values as pydantic validated them, with everything that phases inherit."""
     if "phases" not in values:
         return values
-    from elastrata.recipe.recipe import with_inherited  # torch, which other files need not wait for
+    # This imports torch, which readers of other files should not have to wait for.
+    from elastrata.recipe.recipe import with_inherited
 
     return with_inherited(values)
 
 
-def _fullest(lines: list[str]) -> list[str]:
-    """From lines about one value, which members of a union refuse for reasons of their own, the one
-    that says most."""
+def _select_longest(lines: list[str]) -> list[str]:
+    """Return the lines with only the longest one for each value."""
+    # Each member of a union refuses the same value with a separate message, and the longest says
+    # most.
     by_value: dict[str, str] = {}
     for line in lines:
         value, expected_is, _ = line.partition(": expected ")
@@ -89,58 +94,65 @@ def _fullest(lines: list[str]) -> list[str]:
 
 
 def misread_booleans(model: Model, text: RecipeText) -> list[str]:
-    """The places where `true` or `false` stands for a number: pydantic would take it as 1 or 0."""
+    """Return a line for each `true` or `false` in place of a number."""
     return [
         f"{text.origin(place.path)}: {'.'.join(place.path)}: {shown_value(place.value)}: "
         f"expected {expected(place.annotation)}"
-        for place in _leaves(Place((), model, text.values))
+        for place in _iter_leaves(Place((), model, text.values))
+        # pydantic would silently accept true and false as 1 and 0.
         if isinstance(place.value, bool) and place.is_known and not allows(place.annotation, bool)
     ]
 
 
 def shown_value(value: Any) -> str:
-    """A value as YAML would have it, in one line, cut where it is long, and without secrets."""
+    """Return a value as one line of YAML, shortened and without secrets."""
     if isinstance(value, str):
         shown = repr(without_secrets(value)[:MOST_CHARACTERS])
     else:
-        part = _part(value, [_SHOWN_CHARACTERS])
+        # Dumping a large value takes long, and only its start is shown.
+        part = _truncate(value, [_SHOWN_CHARACTERS])
         dumped = yaml.safe_dump(part, default_flow_style=True, width=10**9, sort_keys=False)
+        # YAML ends plain scalars with a document end marker.
         shown = dumped.removesuffix("\n...\n").strip()
     return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[: _SHOWN_CHARACTERS - 3]}..."
 
 
-def _part(value: Any, room: list[int]) -> Any:
-    """As much of a value as may be shown: so many texts, numbers, lists and sections of it."""
+def _truncate(value: Any, room: list[int]) -> Any:
+    """Return a value reduced to at most `room[0]` texts, numbers, lists and sections."""
+    # A list, because nested calls share the count.
     room[0] -= 1
     if isinstance(value, str):
-        return without_secrets(value)[:MOST_CHARACTERS]  # cut first, a URL may lose its @
+        # Secrets are removed first: truncation could cut off the @ by which they are found.
+        return without_secrets(value)[:MOST_CHARACTERS]
     if isinstance(value, Mapping):
-        return {_part(k, room): _part(v, room) for k, v in value.items() if room[0] > 0}
+        return {_truncate(k, room): _truncate(v, room) for k, v in value.items() if room[0] > 0}
     if isinstance(value, list | tuple):
-        return [_part(item, room) for item in value if room[0] > 0]
+        return [_truncate(item, room) for item in value if room[0] > 0]
     return value
 
 
-def _flat(error: ValidationError, prefix: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
-    """All errors, with those of sections that validate themselves at their place."""
+def _flatten_errors(error: ValidationError, prefix: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
+    """Yield all errors, including those of nested sections that validate themselves, with full
+    paths."""
     for problem in error.errors(include_url=False):
         inner = problem.get("ctx", {}).get("error")
         loc = prefix + tuple(problem["loc"])
         if isinstance(inner, ValidationError):
-            yield from _flat(inner, loc)
+            yield from _flatten_errors(inner, loc)
         else:
             yield {**problem, "loc": loc}
 
 
 def _follows_from_others(problem: Mapping[str, Any], place: Place) -> bool:
-    """Whether a list only seems too short because its items, each told of, are wrong."""
+    """Return whether a list is too short only because some of its items are invalid."""
     if problem["type"] != "too_short" or not isinstance(place.value, Sized):
         return False
+    # pydantic does not count invalid items, which are reported on separate lines.
     return len(place.value) >= int(problem["ctx"]["min_length"])
 
 
 def _is_inherited(path: Sequence[str], values: Any) -> bool:
-    """Whether a phase did not say this itself but took it from the recipe, where it is told of."""
+    """Return whether a phase inherits this value from the recipe, which reports its problem."""
     if path[:1] != ("phases",):
         return False
     for part in path:
@@ -151,9 +163,10 @@ def _is_inherited(path: Sequence[str], values: Any) -> bool:
 
 
 def _locate(model: Model, loc: Sequence[Any], values: Any) -> Place | None:
-    """Follows pydantic's location, which names union members too, down to a place.
+    """Return the place that a location of pydantic denotes.
 
-    None where it leads into a member of a union that the value does not mean.
+    The location also contains labels of union members. The result is None if it leads into a member
+    that the value does not match.
     """
     at = Place((), model, values)
     parts = list(loc)
@@ -163,25 +176,28 @@ def _locate(model: Model, loc: Sequence[Any], values: Any) -> Place | None:
             chosen = best_member(at.annotation, at.value)
             if chosen is None:
                 return at
+            # pydantic reports the errors of every member, including those that the user did not
+            # mean.
             if not _is_label(parts.pop(0), chosen):
                 return None
             at = Place(at.path, chosen, at.value)
             continue
-        at = _below(at, parts.pop(0))
+        at = _descend(at, parts.pop(0))
         if not at.is_known:
             return at
     return at
 
 
-def _kind(section: Place, key: str) -> Place:
-    """The place of the key that says which of a union's sections is meant."""
+def _find_tag(section: Place, key: str) -> Place:
+    """Return the place of the key that selects one section of a union."""
     models = [model for member in members(section.annotation) if (model := model_of(member))]
     kinds = [field_type(model.model_fields[key]) for model in models]
     return Place((*section.path, key), reduce(or_, kinds), _item(section.value, key))
 
 
 def _is_label(label: Any, member: Any) -> bool:
-    """Whether pydantic means this member of a union by `label`: a class, a tag or `tuple[...]`."""
+    """Return whether `label` is pydantic's name for a union member: a class, a tag or
+    `tuple[...]`."""
     model = model_of(member)
     if model is None:
         return "[" in str(label)
@@ -191,8 +207,8 @@ def _is_label(label: Any, member: Any) -> bool:
     return label == model.__name__ or label in tags
 
 
-def _below(at: Place, part: Any) -> Place:
-    """The place one key or item further down."""
+def _descend(at: Place, part: Any) -> Place:
+    """Return the place of a key or item of the given place."""
     path = (*at.path, str(part))
     model = model_of(members(at.annotation)[0])
     value = _item(at.value, part)
@@ -210,39 +226,42 @@ def _item(value: Any, part: Any) -> Any:
     return value[part] if is_inside else None
 
 
-def _tell(problem: Mapping[str, Any], place: Place, model: Model) -> list[str]:
-    """The lines about one error, without the file."""
+def _describe(problem: Mapping[str, Any], place: Place, model: Model) -> list[str]:
+    """Return the lines about one error, without the file."""
     where, value = ".".join(place.path), shown_value(place.value)
     inner = problem.get("ctx", {}).get("error")
     if not place.is_known:
-        return [f"{where}: {value}: unknown key{_meant(place, model)}"]
+        return [f"{where}: {value}: unknown key{_suggest_key(place, model)}"]
     if problem["type"] == "missing":
         return [f"{where}: missing: expected {expected(place.annotation)}"]
     if isinstance(inner, Exception) and isinstance(inner.__cause__, UserError):
+        # Validators that raise UserError name the key in their lines.
         return list(inner.__cause__.problems)
     if isinstance(inner, Exception):
-        told = [where, *([] if isinstance(place.value, dict | list) else [value]), str(inner)]
-        return [": ".join(filter(None, told))]
+        parts = [where, *([] if isinstance(place.value, dict | list) else [value]), str(inner)]
+        return [": ".join(filter(None, parts))]
     hint = nearest(place.value, choices(place.annotation)) if isinstance(place.value, str) else ""
-    below = problem["type"] == "greater_than_equal" and problem["ctx"]["ge"] < 0
-    limits = below or problem["type"] in _TOO_MUCH
+    # Far limits are mentioned only if the value violates one of them.
+    is_negative_bound = problem["type"] == "greater_than_equal" and problem["ctx"]["ge"] < 0
+    limits = is_negative_bound or problem["type"] in _UPPER_BOUND_ERRORS
     return [f"{where}: {value}: expected {expected(place.annotation, limits=limits)}{hint}"]
 
 
-def _meant(place: Place, model: Model) -> str:
-    """The key that an unknown one probably stands for: beside it, or elsewhere in the recipe."""
-    here = model_of(members(place.annotation)[0])
+def _suggest_key(place: Place, model: Model) -> str:
+    """Return a hint at the key that an unknown one probably stands for, in its section or
+    elsewhere."""
+    section = model_of(members(place.annotation)[0])
     name = place.path[-1]
-    known = list(here.model_fields) if here else []
+    keys = list(section.model_fields) if section else []
     others = [path for path in known_paths(model) if path != place.path]
-    elsewhere = [".".join(path) for path in others if path[-1] == name]
-    if elsewhere:
-        return f" (did you mean '{elsewhere[0]}'?)"
-    return nearest(name, known) or f"; expected {', '.join(known)}"
+    matching_paths = [".".join(path) for path in others if path[-1] == name]
+    if matching_paths:
+        return f" (did you mean '{matching_paths[0]}'?)"
+    return nearest(name, keys) or f"; expected {', '.join(keys)}"
 
 
-def _leaves(at: Place) -> Iterator[Place]:
-    """All places that hold plain values and that the recipe's model knows."""
+def _iter_leaves(at: Place) -> Iterator[Place]:
+    """Yield all places with plain values whose types are known."""
     if not isinstance(at.value, dict | list | tuple):
         yield at
         return
@@ -251,4 +270,4 @@ def _leaves(at: Place) -> Iterator[Place]:
         return
     keys = at.value if isinstance(at.value, dict) else range(len(at.value))
     for key in keys:
-        yield from _leaves(_below(Place(at.path, chosen, at.value), key))
+        yield from _iter_leaves(_descend(Place(at.path, chosen, at.value), key))

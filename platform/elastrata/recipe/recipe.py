@@ -1,4 +1,4 @@
-"""The recipe: everything about *what* is trained. Where it runs is set elsewhere."""
+"""Recipes: everything that determines *what* is trained. The cluster is configured elsewhere."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class DataConfig(Config):
 
     @property
     def title(self) -> str:
-        """What it is called in a line: its folder, or the sources with their shares."""
+        """Short description: the folder, or the sources with their shares."""
         total = sum(self.weights)
         if not total:
             return self.path
@@ -104,12 +104,12 @@ class DataConfig(Config):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Those of the sources at the beginning."""
+        """Weights of the sources at the start of the phase."""
         return tuple(source.weight for source in self.sources)
 
     @property
     def final_weights(self) -> tuple[float, ...] | None:
-        """Those at the end; None: the same."""
+        """Weights of the sources at the end of the phase; None if they do not change."""
         if all(source.final_weight is None for source in self.sources):
             return None
         return tuple(
@@ -118,14 +118,16 @@ class DataConfig(Config):
         )
 
     def limits(self, samples: Sequence[int]) -> tuple[int | None, ...]:
-        """Most samples of each source that the run may take, where it has so many."""
+        """Return the largest number of samples of each source that the run may read, or None if
+        unlimited."""
         return tuple(
             None if source.max_epochs is None else int(source.max_epochs * count)
+            # Without sources there is one data set and no limit.
             for source, count in zip(self.sources, samples, strict=bool(self.sources))
         )
 
     def moved(self, places: Sequence[str]) -> DataConfig:
-        """The same data, with its data sets at other places."""
+        """Return the same data with its data sets at other places."""
         if not self.sources:
             return self.model_copy(update={"path": places[0]})
         sources = tuple(
@@ -139,9 +141,9 @@ class DataConfig(Config):
 
 
 LENGTHS = ("steps", "epochs", "tokens")
-"""The keys that say how long a phase is: one of them."""
+"""Mutually exclusive keys for the length of a phase."""
 PER_PHASE = (*LENGTHS, "batch_size_warmup")
-"""The keys that, where all phases have their own, are none of the recipe as a whole."""
+"""Keys that are None in the recipe if no phase uses the recipe's value."""
 NO_LENGTH = f"steps: missing: expected {', '.join(LENGTHS[:-1])} or {LENGTHS[-1]}"
 
 
@@ -176,10 +178,10 @@ class PhaseKeys(Config):
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps.
+        """Number of optimizer steps.
 
         Raises:
-            UserError: they depend on a data set that is not prepared yet.
+            UserError: the number depends on a data set that is not prepared yet.
         """
         if self.steps is None:
             places = ", ".join(self.data.places.values())
@@ -191,7 +193,7 @@ class PhaseKeys(Config):
 
     @property
     def length(self) -> str:
-        """The key that says how long it is, and its value."""
+        """The key that sets the length, and its value."""
         given = ((key, getattr(self, key)) for key in LENGTHS)
         return next((f"{key}: {value}" for key, value in given if value is not None), "steps: None")
 
@@ -204,14 +206,15 @@ class Phase(PhaseKeys):
 
 
 def with_inherited(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's values whose phases say all that they take from it.
+    """Return a recipe's values with phases that contain all keys that they inherit.
 
     Args:
-        recipe: as it was written; stays as it is.
+        recipe: values as written; not modified.
     """
     phases = recipe.get("phases")
     if not isinstance(phases, Sequence) or isinstance(phases, str):
         return dict(recipe)
+    # Merging before validation lets a phase omit required keys.
     common = {key: recipe[key] for key in PhaseKeys.model_fields if key in recipe}
     whole = [
         merged(Phase, common, phase) if isinstance(phase, Mapping) else phase for phase in phases
@@ -223,27 +226,27 @@ def _without_preparation(part: Part) -> Part:
     return part.model_copy(update={"data": part.data.model_copy(update={"prepare": None})})
 
 
-def _is_taken(own: Any, theirs: Sequence[Any]) -> bool:
-    """Whether each value in a section is one that a phase has."""
-    if not isinstance(own, Config):
+def _is_in_phases(section: Any, phase_values: Sequence[Any]) -> bool:
+    """Return whether every value of a section is used by some phase."""
+    if not isinstance(section, Config):
         return False
-    phases = [dict(part) for part in theirs if isinstance(part, type(own))]
+    phases = [dict(part) for part in phase_values if isinstance(part, type(section))]
     return all(
-        value in (below := [part[key] for part in phases]) or _is_taken(value, below)
-        for key, value in own
+        value in (below := [part[key] for part in phases]) or _is_in_phases(value, below)
+        for key, value in section
     )
 
 
-def _read_workload(value: Any) -> Any:
+def _validate_workload(value: Any) -> Any:
     if isinstance(value, dict):
         name = value.get("name")
         if not isinstance(name, str):
             raise ValueError("needs a name, such as 'bert'")
         try:
-            known = workload_class(name)
+            workload_type = workload_class(name)
         except UserError as error:
             raise ValueError(str(error)) from error
-        return known.model_validate(value)
+        return workload_type.model_validate(value)
     return value
 
 
@@ -307,11 +310,11 @@ class WorkersConfig(Config):
 
     @property
     def most(self) -> int:
-        """Most workers; where `max` is auto, as many as there are at least."""
+        """Largest number of workers; the guaranteed minimum if `max` is auto."""
         return self.min if self.max == "auto" else self.max
 
     def gpus_each(self, gpus: float) -> float:
-        """GPUs that each worker claims of a cluster which has so many."""
+        """Return the GPUs that each worker claims in a cluster with `gpus` GPUs."""
         if self.gpus == "auto":
             return 1.0 if gpus >= 1 else 0.0
         return float(self.gpus)
@@ -323,7 +326,7 @@ class Recipe(PhaseKeys):
     name: str | None = None
     """The run's name and its folder's; the same name continues the same run. Default: the recipe
     file's name, or `bert-tiny` for the recipe `bert/tiny`."""
-    workload: Annotated[SerializeAsAny[Workload], BeforeValidator(_read_workload)]
+    workload: Annotated[SerializeAsAny[Workload], BeforeValidator(_validate_workload)]
     """The model and its objective; `name` chooses one of those installed. A file that has
     `begin_with` may leave it out: the model is that of the weights."""
     begin_with: BeginWith | None = None
@@ -379,13 +382,13 @@ class Recipe(PhaseKeys):
         return name
 
     @model_validator(mode="after")
-    def _says_what_phases_do(self) -> Recipe:
-        """Leaves out what no phase takes, so that no record tells of it: the first phase's value is
-        there in its place."""
+    def _replace_unused_values(self) -> Recipe:
+        """Replace values that no phase uses with those of the first phase."""
+        # Records would otherwise show values that no phase trains with.
         for key in PhaseKeys.model_fields if self.phases else ():
             own, theirs = getattr(self, key), [getattr(phase, key) for phase in self.phases]
-            if own not in theirs and not _is_taken(own, theirs):
-                # Frozen for others; here it is still being made.
+            if own not in theirs and not _is_in_phases(own, theirs):
+                # The model is frozen, but validators still construct it.
                 self.__dict__[key] = None if key in PER_PHASE else theirs[0]
         return self
 
@@ -402,29 +405,29 @@ class Recipe(PhaseKeys):
 
     @property
     def parts(self) -> tuple[PhaseKeys, ...]:
-        """The phases of the run; the recipe itself where it has but one."""
+        """Phases of the run, or the recipe itself if it has no phases."""
         return self.phases or (self,)
 
     @property
     def is_automatic(self) -> bool:
-        """Whether a key is `auto` that each group of workers finds a value for."""
+        """True if a key is `auto` and each group of workers has to find its value."""
         is_open = "auto" in (self.activation_checkpointing, self.parallel.gradient_sync)
         return is_open or any(part.micro_batch_tokens == "auto" for part in self.parts)
 
     @property
     def steps_in_all(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Number of optimizer steps of the whole run."""
         return sum(part.num_steps for part in self.parts)
 
     def as_recorded(self) -> Recipe:
-        """Return what records tell: all but `data.prepare`, which says how a data set would be made
-        where there is none. What is trained on says so itself, in its manifest."""
+        """Return the recipe for records, without `data.prepare`."""
+        # The manifest of a data set states how it was actually prepared.
         phases = tuple(_without_preparation(phase) for phase in self.phases)
         return _without_preparation(self).model_copy(update={"phases": phases})
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of optimizer step `step`, counted from 0. Every phase has its own
-        schedule, from its first step to its last.
+        """Return the learning rate of optimizer step `step`, counted from 0. Each phase has a
+        separate schedule.
 
         Raises:
             ValueError: the run has fewer steps.

@@ -1,4 +1,4 @@
-"""The rules between keys of a recipe: values that are valid alone and impossible together."""
+"""Rules between keys of a recipe: combinations of valid values that cannot work."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from elastrata_pipelines.errors import UserError, nearest
 
 
 def cross_field_problems(recipe: Recipe) -> list[Problem]:
-    """Everything that cannot work and that the recipe alone tells, without data or cluster."""
+    """Return all problems that are visible in the recipe alone, without data or cluster."""
     return [
-        *_parts(recipe),
-        *_phases(recipe),
-        *_target(recipe),
-        *_sets(recipe),
+        *_phase_problems(recipe),
+        *_sequence_problems(recipe),
+        *_target_problems(recipe),
+        *_evaluation_set_problems(recipe),
         *layout_problems(recipe),
-        *_virtual_ranks(recipe),
-        *_reduction(recipe),
-        *_gradient_sync(recipe),
-        *_clip(recipe),
-        *_sparsity(recipe),
+        *_virtual_rank_problems(recipe),
+        *_reduction_problems(recipe),
+        *_gradient_sync_problems(recipe),
+        *_clip_problems(recipe),
+        *_sparse_phase_problems(recipe),
         *automatic_problems(recipe),
         *memory_problems(recipe),
     ]
 
 
-def _parts(recipe: Recipe) -> Iterator[Problem]:
-    """Everything that is impossible within a phase."""
+def _phase_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems within each phase."""
     for number, part in enumerate(recipe.parts):
         place = ("phases", str(number)) if recipe.phases else ()
         prefix = "".join(f"{key}." for key in place)
         for path, line in (
-            *_steps(part),
-            *_batch_size_warmup(part, recipe),
-            *_sizes(part, recipe),
+            *_length_problems(part),
+            *_batch_size_warmup_problems(part, recipe),
+            *_batch_size_problems(part, recipe),
             *mixture_problems(part),
         ):
             yield (*place, *path), prefix + line
 
 
-def _phases(recipe: Recipe) -> Iterator[Problem]:
-    """Everything that is impossible from phase to phase."""
+def _sequence_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems between phases."""
     if recipe.phases and recipe.batch_size_warmup:
         yield (
             ("batch_size_warmup",),
@@ -65,6 +65,7 @@ def _phases(recipe: Recipe) -> Iterator[Problem]:
                     "first phase: the optimizer's state goes on; only lr may change",
                 )
         for place in part.data.places.values():
+            # The order of a data set depends on its window, and a later phase continues the order.
             window = windows.setdefault(place, part.data.window_stripes)
             if part.data.window_stripes != window:
                 yield (
@@ -74,7 +75,8 @@ def _phases(recipe: Recipe) -> Iterator[Problem]:
                 )
 
 
-def _steps(part: PhaseKeys) -> Iterator[Problem]:
+def _length_problems(part: PhaseKeys) -> Iterator[Problem]:
+    """Yield problems of a phase's length and warm-up."""
     given = [key for key in LENGTHS if getattr(part, key) is not None]
     if not given:
         yield ("steps",), NO_LENGTH
@@ -82,41 +84,46 @@ def _steps(part: PhaseKeys) -> Iterator[Problem]:
         value = getattr(part, key)
         yield (key,), f"{key}: {value}: expected without {given[0]}, which says the length too"
     warmup, offset = part.schedule.warmup_steps, part.schedule.warmup_offset
+    # With `epochs` or `tokens` the steps are unknown until the data is prepared; `in_steps` repeats
+    # these rules then.
     if part.steps is not None and warmup - offset >= part.steps:
         more = f" plus warmup_offset ({offset})" if offset else ""
         yield (
             ("schedule", "warmup_steps"),
             f"schedule.warmup_steps: {warmup}: expected fewer than steps ({part.steps}){more}",
         )
-    yield from _decay(part)
+    yield from _decay_problems(part)
 
 
-def _decay(part: PhaseKeys) -> Iterator[Problem]:
+def _decay_problems(part: PhaseKeys) -> Iterator[Problem]:
+    """Yield a problem if the decay does not fit between the warm-up and the last step."""
     decay, schedule = part.schedule.decay.steps, part.schedule
     if part.steps is None or decay is None:
         return
     warmup = schedule.warmup(part.steps) - schedule.warmup_offset
     if decay > part.steps - warmup and warmup < part.steps:
-        beside = f" less the warm-up ({warmup})" if warmup else ""
+        deduction = f" less the warm-up ({warmup})" if warmup else ""
         yield (
             ("schedule", "decay", "steps"),
-            f"schedule.decay.steps: {decay}: expected at most steps ({part.steps}){beside}",
+            f"schedule.decay.steps: {decay}: expected at most steps ({part.steps}){deduction}",
         )
 
 
-def _target(recipe: Recipe) -> Iterator[Problem]:
+def _target_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem if no evaluation computes the target's metric."""
     target = recipe.target
-    known = evaluation_metrics(recipe.workload, recipe.evaluation.sets)
-    if target is not None and target.metric not in known:
+    # A misspelt metric would otherwise never be reached, and the run would train to its last step.
+    metrics = evaluation_metrics(recipe.workload, recipe.evaluation.sets)
+    if target is not None and target.metric not in metrics:
         yield (
             ("target", "metric"),
-            f"target.metric: {target.metric!r}: expected one of {', '.join(known)}"
-            f"{nearest(target.metric, known)}",
+            f"target.metric: {target.metric!r}: expected one of {', '.join(metrics)}"
+            f"{nearest(target.metric, metrics)}",
         )
 
 
-def _sets(recipe: Recipe) -> Iterator[Problem]:
-    """Sets whose losses would have the name of something else."""
+def _evaluation_set_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for each evaluation set whose loss would share its name with another one."""
     sources = {source.name for part in recipe.parts for source in part.data.sources}
     names = [one.name for one in recipe.evaluation.sets]
     for number, name in enumerate(names):
@@ -134,7 +141,8 @@ def _sets(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _batch_size_warmup(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
+def _batch_size_warmup_problems(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of the batch size warm-up."""
     warmup, (least, named) = part.batch_size_warmup, _least_samples(recipe)
     if warmup is None:
         return
@@ -151,7 +159,8 @@ def _batch_size_warmup(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _sizes(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
+def _batch_size_problems(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of `micro_batch_tokens` and `batch_size`."""
     prepare, (least, named) = part.data.prepare, _least_samples(recipe)
     most = part.micro_batch_tokens
     if prepare and most != "auto" and prepare.seq_len > most:
@@ -164,30 +173,34 @@ def _sizes(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("batch_size",),
             f"batch_size: {part.batch_size}: expected at least {named} ({least}), a sample for "
-            f"every {_sharing_out(recipe.parallel.group_size)}",
+            f"every {_batch_share_unit(recipe.parallel.group_size)}",
         )
 
 
 def _least_samples(recipe: Recipe) -> tuple[int, str]:
-    """The fewest samples a step may have, and what that number is called."""
+    """Return the smallest valid number of samples of a step, and the name of that number."""
     return recipe.workers.min // recipe.parallel.group_size, f"workers.min{over_group(recipe)}"
 
 
-def _sharing_out(tensor: int) -> str:
-    """The name of those among whom a batch is shared out."""
-    return "worker" if tensor == 1 else "group of workers"
+def _batch_share_unit(group_size: int) -> str:
+    """Return the name of the unit that gets a share of a batch."""
+    return "worker" if group_size == 1 else "group of workers"
 
 
-def _virtual_ranks(recipe: Recipe) -> Iterator[Problem]:
+def _virtual_rank_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of keys that make results depend on the number of workers."""
+    # Virtual ranks promise bitwise equal results on any number of workers, so every sum needs a
+    # fixed order.
     count, workers, tensor = recipe.parallel.virtual_ranks, recipe.workers, recipe.parallel.tensor
     if count is None:
         return
+    # A pipeline excludes virtual ranks, so a group consists of the tensor-parallel workers.
     if count < (most := workers.most // tensor):
         name = "workers.max" if tensor == 1 else "workers.max / parallel.tensor"
         yield (
             ("parallel", "virtual_ranks"),
             f"parallel.virtual_ranks: {count}: expected at least {name} ({most}), one for every "
-            f"{_sharing_out(tensor)}",
+            f"{_batch_share_unit(tensor)}",
         )
     if workers.threads is None:
         yield (
@@ -222,7 +235,9 @@ def _virtual_ranks(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _reduction(recipe: Recipe) -> Iterator[Problem]:
+def _reduction_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of `reduce_dtype` and `overlap_on_cpu` with virtual ranks or bucketwise
+    clipping."""
     parallel = recipe.parallel
     named = []
     if parallel.reduce_dtype != "fp32":
@@ -239,7 +254,8 @@ def _reduction(recipe: Recipe) -> Iterator[Problem]:
             yield ("parallel", name), f"{given} {reason}"
 
 
-def _gradient_sync(recipe: Recipe) -> Iterator[Problem]:
+def _gradient_sync_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of `gradient_sync` values other than `step`."""
     parallel = recipe.parallel
     if parallel.gradient_sync == "step":
         return
@@ -249,15 +265,16 @@ def _gradient_sync(recipe: Recipe) -> Iterator[Problem]:
         "clip.scope is local, which clips a worker's part of the whole step": recipe.clip.scope
         == "local",
     }
-    for reason, is_so in reasons.items():
-        if is_so:
+    for reason, applies in reasons.items():
+        if applies:
             yield (
                 ("parallel", "gradient_sync"),
                 f"parallel.gradient_sync: {parallel.gradient_sync!r}: expected step where {reason}",
             )
 
 
-def _clip(recipe: Recipe) -> Iterator[Problem]:
+def _clip_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of local clipping."""
     if recipe.clip.scope != "local":
         return
     if recipe.clip.method != "bucketwise":
@@ -273,6 +290,7 @@ def _clip(recipe: Recipe) -> Iterator[Problem]:
             "clip.scope: 'local': expected reduced where parallel.replicate is all: a copy of the "
             "model on one worker is never clipped before its sum",
         )
+    # With as many copies as groups, each copy is on one group, and nothing is summed inside a copy.
     elif replicate > 1 and least <= replicate <= most:
         name = f"workers.min{over_group(recipe)}"
         yield (
@@ -282,7 +300,8 @@ def _clip(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _sparsity(recipe: Recipe) -> Iterator[Problem]:
+def _sparse_phase_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of sparsity with other keys and with the shapes of layers."""
     if not any(part.sparsity for part in recipe.parts):
         return
     if recipe.average:
@@ -310,6 +329,7 @@ def _sparsity(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _kernel_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield the reasons why 2:4 kernels cannot run."""
     if recipe.precision != "bf16":
         yield f"expected precision bf16, not {recipe.precision}: the kernels have no other"
     if recipe.parallel.tensor > 1:
@@ -320,32 +340,32 @@ def _kernel_problems(recipe: Recipe) -> Iterator[str]:
 
 
 Problem = tuple[tuple[str, ...], str]
-"""The key to change, and the line about it."""
+"""The path of the key to change, and the line about it."""
 
 
 def layout_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Everything about dividing and copying a model that cannot work."""
-    yield from _tensor(recipe)
-    yield from _pipeline(recipe)
-    yield from _groups(recipe)
-    yield from _replicas(recipe)
+    """Yield the problems of dividing and replicating the model."""
+    yield from _tensor_parallel_problems(recipe)
+    yield from _pipeline_problems(recipe)
+    yield from _group_problems(recipe)
+    yield from _replica_problems(recipe)
 
 
-def _pipeline(recipe: Recipe) -> Iterator[Problem]:
-    """Everything about `parallel.pipeline`, and the keys that go with it, that cannot work."""
+def _pipeline_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of `parallel.pipeline` and the keys that depend on it."""
     parallel = recipe.parallel
     if parallel.pipeline > 1:
-        yield from _stages(recipe)
-        yield from _micro_batches(recipe)
-        yield from _partners(recipe)
+        yield from _pipeline_stage_problems(recipe)
+        yield from _micro_batch_problems(recipe)
+        yield from _pipeline_combination_problems(recipe)
         return
-    for key, value, usual in (
+    for key, value, default in (
         ("virtual_stages", parallel.virtual_stages, 1),
         ("micro_batches", parallel.micro_batches, None),
         ("stage_speeds", parallel.stage_speeds, None),
         ("schedule", parallel.schedule, type(parallel).model_fields["schedule"].default),
     ):
-        if value != usual:
+        if value != default:
             yield (
                 ("parallel", key),
                 f"parallel.{key}: {value}: expected parallel.pipeline of 2 or more, whose stages "
@@ -353,7 +373,8 @@ def _pipeline(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _tensor(recipe: Recipe) -> Iterator[Problem]:
+def _tensor_parallel_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of `parallel.tensor` and `parallel.sequence`."""
     tensor = recipe.parallel.tensor
     if recipe.parallel.sequence and tensor == 1:
         yield (
@@ -367,8 +388,8 @@ def _tensor(recipe: Recipe) -> Iterator[Problem]:
         yield ("parallel", "tensor"), line
 
 
-def _groups(recipe: Recipe) -> Iterator[Problem]:
-    """Workers come in whole groups that compute every sample together."""
+def _group_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for each worker count that is not a multiple of the group size."""
     size, workers = recipe.parallel.group_size, recipe.workers
     sizes = (("tensor", recipe.parallel.tensor), ("pipeline", recipe.parallel.pipeline))
     named = " x ".join(f"parallel.{name}" for name, part in sizes if part > 1)
@@ -383,8 +404,10 @@ def _groups(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _replicas(recipe: Recipe) -> Iterator[Problem]:
+def _replica_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem if there are more copies of the model than groups of workers."""
     replicate = recipe.parallel.replicate
+    # With `workers.max: auto` the number of workers is unknown until the run starts.
     most = recipe.workers.most // recipe.parallel.group_size
     if replicate != "all" and recipe.workers.max != "auto" and replicate > most:
         name = f"workers.max{over_group(recipe)}"
@@ -395,12 +418,13 @@ def _replicas(recipe: Recipe) -> Iterator[Problem]:
 
 
 def over_group(recipe: Recipe) -> str:
-    """How a number of workers becomes one of groups that compute every sample together."""
+    """Return the suffix that turns the name of a worker count into that of a group count."""
     sizes = (("tensor", recipe.parallel.tensor), ("pipeline", recipe.parallel.pipeline))
     return "".join(f" / parallel.{name}" for name, size in sizes if size > 1)
 
 
-def _stages(recipe: Recipe) -> Iterator[Problem]:
+def _pipeline_stage_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of the stages, their speeds and the schedule."""
     parallel = recipe.parallel
     for line in stage_problems(recipe.workload, parallel.pipeline * parallel.virtual_stages):
         yield ("parallel", "pipeline"), line
@@ -424,7 +448,8 @@ def _stages(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _micro_batches(recipe: Recipe) -> Iterator[Problem]:
+def _micro_batch_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of the number of micro-batches in a pipeline."""
     parallel = recipe.parallel
     count, pipeline = parallel.micro_batch_multiple, parallel.pipeline
     if count % pipeline:
@@ -448,7 +473,8 @@ def _micro_batches(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _partners(recipe: Recipe) -> Iterator[Problem]:
+def _pipeline_combination_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of keys that a pipeline does not support."""
     parallel, where = recipe.parallel, f"where parallel.pipeline is {recipe.parallel.pipeline}"
     if parallel.virtual_ranks is not None:
         yield (
@@ -491,7 +517,7 @@ def _partners(recipe: Recipe) -> Iterator[Problem]:
 
 
 def automatic_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Everything about keys that are `auto` that cannot work."""
+    """Yield the problems of keys that are `auto`."""
     for number, part in enumerate(recipe.parts):
         place = ("phases", str(number)) if recipe.phases else ()
         if part.micro_batch_tokens == "auto" and recipe.parallel.virtual_ranks is not None:
@@ -504,11 +530,11 @@ def automatic_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def fixed_tokens(recipe: Recipe, wanted_by: str) -> int:
-    """`micro_batch_tokens` of a recipe without phases that must leave nothing open.
+    """Return `micro_batch_tokens` of a recipe without phases and without `auto` keys.
 
     Args:
-        recipe: that has it, or not.
-        wanted_by: who needs one value of every key, in words.
+        recipe: recipe to check.
+        wanted_by: what needs fixed values, in words.
 
     Raises:
         UserError: a key is `auto`; one line for each.
@@ -528,22 +554,23 @@ def fixed_tokens(recipe: Recipe, wanted_by: str) -> int:
 
 
 def memory_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Everything about `workers.micro_batch_tokens` that cannot work."""
-    fewer = recipe.workers.micro_batch_tokens
-    if fewer and recipe.parallel.virtual_ranks is not None:
+    """Yield the problems of `workers.micro_batch_tokens`."""
+    tokens_by_name = recipe.workers.micro_batch_tokens
+    if tokens_by_name and recipe.parallel.virtual_ranks is not None:
         yield (
             ("workers", "micro_batch_tokens"),
-            f"workers.micro_batch_tokens: {fewer}: expected none where parallel.virtual_ranks is "
-            "set, as the last bits of sums depend on who computes them then",
+            f"workers.micro_batch_tokens: {tokens_by_name}: expected none where "
+            "parallel.virtual_ranks is set, as the last bits of sums depend on who computes them "
+            "then",
         )
-    for name, tokens in fewer.items():
-        if expected := _expected(recipe, tokens):
+    for name, tokens in tokens_by_name.items():
+        if expected := _expected_bound(recipe, tokens):
             key = ("workers", "micro_batch_tokens", name)
             yield key, f"{'.'.join(key)}: {tokens}: expected {expected}"
 
 
-def _expected(recipe: Recipe, tokens: int) -> str:
-    """The bound that a number of tokens is beyond; empty where it is within."""
+def _expected_bound(recipe: Recipe, tokens: int) -> str:
+    """Return the bound that a number of tokens violates; empty if it is valid."""
     numbers = [part.micro_batch_tokens for part in recipe.parts]
     most = max((number for number in numbers if number != "auto"), default=0)
     if "auto" not in numbers and tokens >= most:
@@ -555,7 +582,7 @@ def _expected(recipe: Recipe, tokens: int) -> str:
 
 
 def mixture_problems(part: PhaseKeys) -> Iterator[Problem]:
-    """Everything about a phase's sources that the recipe alone tells."""
+    """Yield the problems of a phase's sources that are visible in the recipe alone."""
     data = part.data
     if not data.sources:
         return

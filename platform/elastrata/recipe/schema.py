@@ -1,4 +1,4 @@
-"""The JSON Schema of recipe files, for editors, and the page of all keys, `docs/keys.md`."""
+"""JSON Schema of recipe files for editors, and the page of all keys, `docs/keys.md`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,28 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _DEFS = "#/$defs/"
 _ANY_OF = {"oneOf": "anyOf"}
 _VARIANT = " (variant)"
+# Rules between keys that pydantic's schema does not express.
 _HAS_MODEL = {"anyOf": [{"required": [key]} for key in ("workload", "begin_with")]}
 _HAS_LENGTH = {"anyOf": [{"required": [key]} for key in (*LENGTHS, "phases")]}
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The schema of a recipe file, with every installed workload.
+    """Return the schema of a recipe file with all installed workloads.
 
-    A file with `extends` may leave out what its base says, and a phase what the recipe says; all
-    else must be whole.
+    A file with `extends` may omit any key, and a phase may omit keys that the recipe has.
     """
     defs: dict[str, Any] = {}
-    recipe = _hoisted(Recipe.model_json_schema(), defs)
+    recipe = _hoist_definitions(Recipe.model_json_schema(), defs)
+    # The schemas of installed workloads replace that of their base class.
     del defs["Workload"]
-    described = recipe["properties"]["workload"]["description"]
-    recipe["properties"]["workload"] = {"anyOf": _workloads(defs), "description": described}
+    description = recipe["properties"]["workload"]["description"]
+    recipe["properties"]["workload"] = {
+        "anyOf": _workload_references(defs),
+        "description": description,
+    }
+    # Phases inherit keys, so none is required.
     recipe["properties"]["phases"]["items"] = {"$ref": f"{_DEFS}Phase{_VARIANT}"}
+    # `begin_with` can replace `workload`.
     recipe["required"] = [key for key in recipe["required"] if key != "workload"]
     base = "A recipe's file or name; this one says only what is different."
     schema = extending_schema("Recipe", {**recipe, "$defs": defs}, base)
@@ -39,18 +45,18 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def extending_schema(name: str, schema: dict[str, Any], base: str) -> dict[str, Any]:
-    """The schema of a file that has to be whole, or extends another one and says any part.
+    """Return the schema of a file that is complete, or extends another file and may omit any key.
 
     Args:
-        name: of what the file holds.
-        schema: of a whole one.
-        base: the description of the key `extends`.
+        name: name of the definition.
+        schema: schema of a complete file.
+        base: description of the key `extends`.
     """
     defs: dict[str, Any] = {}
-    whole = _hoisted(dict(schema), defs)
+    whole = _hoist_definitions(dict(schema), defs)
     extends = {"type": "string", "description": base}
     defs[name] = {**whole, "properties": {**whole["properties"], "extends": extends}}
-    variants = {f"{key}{_VARIANT}": _relaxed(value) for key, value in defs.items()}
+    variants = {f"{key}{_VARIANT}": _relax(value) for key, value in defs.items()}
     return {
         "$schema": DRAFT,
         "type": "object",
@@ -61,11 +67,11 @@ def extending_schema(name: str, schema: dict[str, Any], base: str) -> dict[str, 
     }
 
 
-def _workloads(defs: dict[str, Any]) -> list[dict[str, Any]]:
-    """A reference to the schema of each installed workload."""
+def _workload_references(defs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a reference to the schema of each installed workload."""
     references = []
     for name in sorted(installed_workloads()):
-        schema = _hoisted(workload_class(name).model_json_schema(), defs)
+        schema = _hoist_definitions(workload_class(name).model_json_schema(), defs)
         schema["properties"]["name"] = {"const": name, "description": "The workload."}
         schema["required"] = sorted({*schema.get("required", []), "name"})
         defs[f"workload {name}"] = schema
@@ -73,27 +79,27 @@ def _workloads(defs: dict[str, Any]) -> list[dict[str, Any]]:
     return references
 
 
-def _hoisted(schema: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
-    """The schema without its definitions, which go to `defs`."""
+def _hoist_definitions(schema: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
+    """Move the definitions of a schema into `defs` and return the rest."""
     defs.update(schema.pop("$defs", {}))
     return schema
 
 
-def _relaxed(schema: Any) -> Any:
-    """A schema in which nothing is required, down to the definitions it refers to. Sections that
-    only a required key told apart may then be any of several."""
+def _relax(schema: Any) -> Any:
+    """Return the schema without required keys, including the definitions that it references."""
     if isinstance(schema, list):
-        return [_relaxed(item) for item in schema]
+        return [_relax(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    # Without required keys a section may match several branches, which `oneOf` would reject.
     return {
-        _ANY_OF.get(key, key): _variant(value) if key == "$ref" else _relaxed(value)
+        _ANY_OF.get(key, key): _relaxed_reference(value) if key == "$ref" else _relax(value)
         for key, value in schema.items()
         if key != "discriminator" and not (key == "required" and isinstance(value, list))
     }
 
 
-def _variant(reference: str) -> str:
+def _relaxed_reference(reference: str) -> str:
     return reference if reference.endswith(_VARIANT) else reference + _VARIANT
 
 
@@ -140,23 +146,23 @@ _ANY_KEY = "KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key, by its dotted path."""
+    """One row of the table of keys."""
 
     path: str
     values: str
-    """Which values it takes, in words."""
+    """Accepted values in words."""
     default: str
-    """As it is written; empty where the key is required or has none of its own."""
+    """Default as written in YAML; empty for required keys and sections."""
     description: str
 
 
 def key_reference(recipe: Schema, *, sweep: Schema, cluster: Schema) -> str:
-    """Return the page.
+    """Return the Markdown page of all keys.
 
     Args:
-        recipe: the schema of recipes, with the installed workloads.
-        sweep: the schema of sweep files.
-        cluster: the schema of cluster files.
+        recipe: schema of recipes, with the installed workloads.
+        sweep: schema of sweep files.
+        cluster: schema of cluster files.
     """
     keys = recipe_keys(recipe)
     tables = {"At the top": [key for key in keys if "." not in key.path]}
@@ -168,13 +174,14 @@ def key_reference(recipe: Schema, *, sweep: Schema, cluster: Schema) -> str:
 
 
 def recipe_keys(schema: Schema) -> list[Key]:
-    """Return all keys of a recipe but those below `phases`, which are the same once more."""
+    """Return all keys of a recipe without those below `phases`, which repeat the others."""
     return [key for key in file_keys(schema) if not key.path.startswith("phases.")]
 
 
 def file_keys(schema: Schema) -> list[Key]:
-    """Return all keys of a file, such as a sweep's, that extends no other."""
-    return list(dict.fromkeys(_keys(schema.get("else", schema), schema.get("$defs", {}), "")))
+    """Return all keys of a complete file, such as a sweep's."""
+    # Kinds of a section share keys, and equal rows are listed once.
+    return list(dict.fromkeys(_iter_keys(schema.get("else", schema), schema.get("$defs", {}), "")))
 
 
 def _table(keys: Iterable[Key]) -> str:
@@ -185,33 +192,33 @@ def _table(keys: Iterable[Key]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _keys(schema: Schema, defs: Schema, prefix: str) -> Iterator[Key]:
+def _iter_keys(schema: Schema, defs: Schema, prefix: str) -> Iterator[Key]:
     for branch in _alternatives(schema, defs):
         for name, below in branch.get("properties", {}).items():
             default = below.get("default")
             is_plain = "default" in below and not isinstance(default, dict)
             # pydantic does not repeat the description of a section that a key refers to.
-            described = {**defs.get(_referred(below), {}), **below}.get("description", "")
+            description = {**defs.get(_referenced_name(below), {}), **below}.get("description", "")
             yield Key(
                 path=f"{prefix}{name}",
-                values=", ".join(dict.fromkeys(map(_words, _alternatives(below, defs)))),
+                values=", ".join(dict.fromkeys(map(_describe_values, _alternatives(below, defs)))),
                 default=json.dumps(default) if is_plain and default not in (None, []) else "",
-                description=" ".join(described.split()),
+                description=" ".join(description.split()),
             )
-            yield from _keys(below, defs, f"{prefix}{name}.")
+            yield from _iter_keys(below, defs, f"{prefix}{name}.")
         for inner, added in (("items", ""), ("additionalProperties", f"{_ANY_KEY}.")):
             if isinstance(branch.get(inner), Mapping):
-                yield from _keys(branch[inner], defs, prefix + added)
+                yield from _iter_keys(branch[inner], defs, prefix + added)
 
 
-def _referred(schema: Schema) -> str:
+def _referenced_name(schema: Schema) -> str:
     return str(schema.get("$ref", "")).rpartition("/")[2]
 
 
 def _alternatives(schema: Schema, defs: Schema) -> Iterator[Schema]:
-    """Yield each schema that may hold, with references followed."""
+    """Yield each alternative schema, with references resolved."""
     if "$ref" in schema:
-        yield from _alternatives(defs[_referred(schema)], defs)
+        yield from _alternatives(defs[_referenced_name(schema)], defs)
         return
     branches = [branch for name in _BRANCHES for branch in schema.get(name, ())]
     for branch in branches:
@@ -220,7 +227,7 @@ def _alternatives(schema: Schema, defs: Schema) -> Iterator[Schema]:
         yield schema
 
 
-def _words(schema: Schema) -> str:
+def _describe_values(schema: Schema) -> str:
     if values := [schema["const"]] if "const" in schema else schema.get("enum"):
         return ", ".join(f"`{value}`" for value in values)
     bounds = [f"{word} {schema[name]:,}" for name, word in _BOUNDS.items() if name in schema]

@@ -1,4 +1,4 @@
-"""The text of a recipe: YAML files that extend one another, and overrides from the command line."""
+"""Text of a recipe: YAML files that extend each other, and overrides from the command line."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _MOST_SHOWN = 200
 
 @dataclass
 class RecipeText:
-    """The values of a recipe, with its bases and overrides, before they have a meaning."""
+    """Values of a recipe after merging bases and overrides, before validation."""
 
     file: str
-    """The recipe's own file, as the user named it."""
+    """Recipe file as named by the user."""
     name: str
-    """The run's name where the recipe gives none: the file's, or `bert-tiny` for `bert/tiny`."""
+    """Default name of the run: the file's stem, or `bert-tiny` for `bert/tiny`."""
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    """Per dotted path the file that said it last, or `command line`."""
+    """By dotted path, the file that set the value last, or `command line`."""
     files: list[str] = field(default_factory=list)
-    """The recipe's files, the farthest base first."""
+    """Files of the recipe, the farthest base first."""
 
     def origin(self, path: Sequence[str]) -> str:
-        """Where the value at `path`, or the section it is missing from, was written."""
+        """Return the file that set the value at `path`, or the section in which it is missing."""
         for end in range(len(path), 0, -1):
             source = self.origins.get(".".join(path[:end]))
             if source:
@@ -44,66 +44,71 @@ class RecipeText:
         return self.file
 
     def level(self, origin: str) -> int:
-        """Return the place of an origin among all that say something: a later one has the word."""
+        """Return the precedence of an origin: higher levels override lower ones."""
+        # The command line is not a file and overrides all of them.
         return self.files.index(origin) if origin in self.files else len(self.files)
 
 
 def read_recipe_text(
     name_or_path: str, overrides: Sequence[str] = (), *, model: Model
 ) -> RecipeText:
-    """Reads a recipe with all it extends, then applies the overrides.
+    """Return a recipe merged with its bases and the overrides.
 
     Args:
         name_or_path: a YAML file, or a name such as `bert/tiny`.
-        model: what is read; says which of its sections are alternatives of one another.
-        overrides: `dotted.path=value`, the value in YAML.
+        overrides: `dotted.path=value`, with the value in YAML.
+        model: type of the file, which determines the sections that are alternatives of each other.
 
     Raises:
-        UserError: a file is missing or no YAML, a base extends itself, an override has no `=`.
+        UserError: a file is missing or not YAML, a base extends itself, or an override has no `=`.
     """
     path = find_recipe(name_or_path)
     is_file = _looks_like_file(name_or_path)
     text = RecipeText(
         file=name_or_path, name=path.stem if is_file else name_or_path.replace("/", "-")
     )
-    for shown, values in _with_bases(path, name_or_path, ()):
+    for shown, values in _read_with_bases(path, name_or_path, ()):
         text.files.append(shown)
         _merge(text, text.values, values, (), model, shown)
-    problems = [problem for override in overrides if (problem := _override(text, override, model))]
+    problems = [
+        problem for override in overrides if (problem := _apply_override(text, override, model))
+    ]
     if problems:
         raise UserError(*dict.fromkeys(problems))
     return text
 
 
 def find_recipe(name_or_path: str, beside: Path | None = None) -> Path:
-    """The file of a recipe.
+    """Return the file of a recipe.
 
     Args:
-        name_or_path: a path, relative to the folder `beside`, or a name such as `bert/tiny`.
+        name_or_path: a path relative to the folder `beside`, or a name such as `bert/tiny`.
         beside: default: the current folder.
 
     Raises:
-        UserError: there is none.
+        UserError: no such recipe exists.
     """
     if _looks_like_file(name_or_path):
         path = (beside or Path()) / name_or_path
+        # A broken link is not missing: reading it gives a better message.
         if not os.path.lexists(path):
             raise UserError(f"{name_or_path}: no such recipe file")
         return path
-    known = available_recipes(name_or_path.partition("/")[0])
-    if name_or_path not in known:
+    recipes = available_recipes(name_or_path.partition("/")[0])
+    if name_or_path not in recipes:
         raise UserError(
-            f"{name_or_path}: no such recipe{nearest(name_or_path, known)}; expected a .yaml file "
-            f"or one of {', '.join(sorted(known)) or '(no workload with recipes is installed)'}"
+            f"{name_or_path}: no such recipe{nearest(name_or_path, recipes)}; expected a .yaml "
+            f"file or one of "
+            f"{', '.join(sorted(recipes)) or '(no workload with recipes is installed)'}"
         )
-    return known[name_or_path]
+    return recipes[name_or_path]
 
 
 def available_recipes(workload: str | None = None) -> dict[str, Path]:
-    """The recipes that the installed workloads bring, by name. Imports none of them.
+    """Return the recipes of installed workloads by name, without importing the workloads.
 
     Args:
-        workload: one that is wanted, also where it was installed a moment ago.
+        workload: name of a workload to find even if it was installed after this process started.
     """
     recipes: dict[str, Path] = {}
     for point in installed_workloads(workload).values():
@@ -115,14 +120,14 @@ def available_recipes(workload: str | None = None) -> dict[str, Path]:
 
 
 def _looks_like_file(name_or_path: str) -> bool:
-    # Not pathlib's: it raises for names that are too long.
+    # Path.is_file raises for names that are too long.
     return name_or_path.endswith((".yaml", ".yml")) or os.path.isfile(name_or_path)  # noqa: PTH113
 
 
-def _with_bases(
+def _read_with_bases(
     path: Path, shown: str, above: tuple[Path, ...]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The files a recipe consists of, the farthest base first, with the name to show for each."""
+    """Return the files of a recipe with their names for display, the farthest base first."""
     values = _read_file(path, shown)
     real = path.resolve()
     if real in above:
@@ -134,26 +139,29 @@ def _with_bases(
     if base is None:
         return [(shown, values)]
     if not isinstance(base, str):
-        raise UserError(f"{shown}: extends: {_cut(repr(base))}: expected one recipe's file or name")
+        raise UserError(
+            f"{shown}: extends: {_shorten(repr(base))}: expected one recipe's file or name"
+        )
     try:
         base_path = find_recipe(base, path.parent)
     except UserError as error:
         raise UserError(*(f"{shown}: extends: {problem}" for problem in error.problems)) from None
-    bases = _with_bases(base_path, _shown(base_path), (*above, real))
-    # A run's name belongs to one recipe: two recipes of one name would be one run.
+    bases = _read_with_bases(base_path, _display_name(base_path), (*above, real))
+    # A run's name is not inherited: two recipes with the same name would continue the same run.
     return [
         (file, {k: v for k, v in inherited.items() if k != "name"}) for file, inherited in bases
     ] + [(shown, values)]
 
 
-def _shown(path: Path) -> str:
-    """How to call a file: by its recipe's name where it has one, else by its shortest path."""
+def _display_name(path: Path) -> str:
+    """Return the name of a file for messages: its recipe's name, or its shortest path."""
     names = {file: name for name, file in available_recipes().items()}
-    whole = Path(os.path.abspath(path))  # noqa: PTH100 - a link is called as it was named
+    whole = Path(os.path.abspath(path))  # noqa: PTH100 - keeps the names of links
     return names.get(whole) or min(str(path), os.path.relpath(path), key=len)
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
+    """Return a text without secrets, limited in length."""
     text = hide_secrets(without_secrets(text))
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
@@ -173,7 +181,11 @@ def _merge(
     annotation: Any,
     origin: str,
 ) -> None:
-    """Sections are merged, anything else is replaced; so are keys of another alternative."""
+    """Merge values into a section in place.
+
+    Nested sections are merged and other values replaced. Keys of alternatives that are no longer
+    chosen are removed.
+    """
     for key in replaced_keys(annotation, into, values):
         del into[key]
     for key, value in values.items():
@@ -188,15 +200,17 @@ def _merge(
             into[key] = value
 
 
-def _override(text: RecipeText, override: str, model: Model) -> str | None:
-    """Applies one override, or says what is wrong with it."""
+def _apply_override(text: RecipeText, override: str, model: Model) -> str | None:
+    """Apply one override and return the error message if it is invalid."""
     dotted, equals, raw = override.partition("=")
     path = dotted.split(".")
     if not equals or not all(path) or len(path) > MOST_DEPTH:
-        return f"{COMMAND_LINE}: {_cut(override)}: expected key=value, such as optimizer.lr=3e-4"
-    where = f"{COMMAND_LINE}: {dotted}: {_cut(raw)}"
+        return (
+            f"{COMMAND_LINE}: {_shorten(override)}: expected key=value, such as optimizer.lr=3e-4"
+        )
+    where = f"{COMMAND_LINE}: {dotted}: {_shorten(raw)}"
     try:
-        _set(text, path, parse_yaml(raw, where, count_lines=False), model)
+        _set_value(text, path, parse_yaml(raw, where, count_lines=False), model)
     except UserError as error:
         return error.problems[0]
     except LookupError as error:
@@ -205,9 +219,8 @@ def _override(text: RecipeText, override: str, model: Model) -> str | None:
     return None
 
 
-def _set(text: RecipeText, path: Sequence[str], value: Any, annotation: Any) -> None:
-    """Sets a value below sections and lists, making sections that are missing. What another
-    override said stays, whatever alternative it belongs to: both cannot be meant.
+def _set_value(text: RecipeText, path: Sequence[str], value: Any, annotation: Any) -> None:
+    """Set a value below sections and lists, and create missing sections.
 
     Raises:
         LookupError: the path leads through a plain value or past the end of a list.
@@ -215,10 +228,12 @@ def _set(text: RecipeText, path: Sequence[str], value: Any, annotation: Any) -> 
     at: Any = text.values
     for depth, part in enumerate(path):
         is_last = depth == len(path) - 1
-        key = _key(at, part, path[:depth])
+        key = _resolve_key(at, part, path[:depth])
         if is_last:
             if isinstance(at, dict):
                 for other in replaced_keys(annotation, at, {part: value}):
+                    # If overrides name keys of two alternatives, both stay: validation reports the
+                    # contradiction.
                     if text.origins.get(".".join((*path[:-1], other))) != COMMAND_LINE:
                         del at[other]
             at[key] = value
@@ -229,12 +244,13 @@ def _set(text: RecipeText, path: Sequence[str], value: Any, annotation: Any) -> 
         at = at[key]
 
 
-def _key(at: Any, part: str, path: Sequence[str]) -> str | int:
-    """The key or the index that a part of a dotted path means to the value there."""
+def _resolve_key(at: Any, part: str, path: Sequence[str]) -> str | int:
+    """Return the key or index that a part of a dotted path denotes in a value."""
     if isinstance(at, dict):
         return part
     if not isinstance(at, list):
         raise LookupError(f"{'.'.join(path)} is a value, not a section with keys")
+    # isdecimal accepts non-ASCII digits, and int rejects texts of more than 4,300 digits.
     is_number = part.isascii() and part.isdecimal() and len(part) < len(str(len(at))) + 1
     if not is_number or int(part) >= len(at):
         raise LookupError(f"'{part}': expected a place in the list, 0 to {len(at) - 1}")

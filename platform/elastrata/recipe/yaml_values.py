@@ -1,8 +1,7 @@
-"""YAML as plain values: bounded in bytes, values and depth, and refused in one line.
+"""YAML as plain values, with limits on bytes, number of values and depth, and one-line errors."""
 
-Anchors and merges are counted as often as they are used, while they are read: a file of a few lines
-that stands for a billion values is refused before there is a second one.
-"""
+# Aliases and merges count each time they are used, while the file is composed. A file of a few
+# lines that expands to a billion values is therefore rejected before it is expanded.
 
 from __future__ import annotations
 
@@ -21,55 +20,56 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 MOST_BYTES = 2**20
-"""The size of a file. The longest that ships has 2,000."""
+"""Largest size of a file. The largest recipe that ships has 2,000 bytes."""
 MOST_VALUES = 50_000
-"""The values in a file: keys, their values and the items of lists."""
+"""Largest number of values in a file: keys, their values and list items."""
 MOST_DEPTH = 64
-"""Sections and lists inside one another."""
+"""Deepest nesting of sections and lists."""
+# int() takes quadratic time for long texts.
 _MOST_DIGITS = 100
 _LARGEST = 2**64
 _TAG = "tag:yaml.org,2002:"
+# Control characters and lone surrogates, which could be read from escapes but not written again.
 _UNWRITABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 def parse_yaml(text: str, where: str, *, count_lines: bool = True) -> Any:
-    """Reads YAML 1.2 scalars: `3e-4` is a number, `yes` is text. A key given twice is an error.
+    """Return the value of a document with YAML 1.2 scalars: `3e-4` is a number, `yes` is text.
 
     Args:
-        text: the YAML.
-        where: what to call it in an error, for example the file.
-        count_lines: whether to name the line, too.
+        text: YAML text.
+        where: name of the text in errors, for example the file.
+        count_lines: whether errors contain the line number.
 
     Raises:
-        UserError: the text is no YAML, larger or deeper than any of ours, or holds what is neither
-            text, number, truth value, null, list nor section.
+        UserError: the text is not YAML, exceeds a limit, repeats a key, or contains values other
+            than text, numbers, truth values, null, lists and sections.
     """
-    documents = _documents(_Core, text, where, count_lines)
+    documents = _load_documents(_Yaml12Loader, text, where, count_lines)
     if len(documents) > 1:
         raise UserError(f"{where}: not valid YAML: expected a single document")
     return documents[0] if documents else None
 
 
 def parse_documents(text: str, where: str) -> list[Any]:
-    """Reads all documents with YAML 1.1 scalars, as Ray and Kubernetes do; what `dump_yaml` wrote
-    means the same in both.
+    """Return the values of all documents with YAML 1.1 scalars, as used by Ray and Kubernetes.
 
     Raises:
-        UserError: as with `parse_yaml`.
+        UserError: as in `parse_yaml`.
     """
-    return _documents(_Old, text, where, True)
+    return _load_documents(_Yaml11Loader, text, where, True)
 
 
 def read_text(path: Path, shown: str, most: int = MOST_BYTES) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Args:
-        path: the file.
-        shown: what to call it in an error.
-        most: bytes that it may have.
+        path: file to read.
+        shown: name of the file in errors.
+        most: largest allowed number of bytes.
 
     Raises:
-        UserError: it is no regular file of UTF-8 text, too large, or cannot be read.
+        UserError: the file is not a regular file of UTF-8 text, is too large, or cannot be read.
     """
     try:
         status = path.stat()
@@ -78,52 +78,51 @@ def read_text(path: Path, shown: str, most: int = MOST_BYTES) -> str:
             raise UserError(f"{shown}: a {kind}, expected a file")
         if status.st_size > most:
             raise UserError(f"{shown}: {status.st_size:,} bytes, expected at most {most:,}")
-        return _decoded(path.read_bytes(), shown)
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        return _decode(path.read_bytes(), shown)
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name
         raise UserError(f"{shown}: cannot be read ({reason(error)})") from None
 
 
 def read_stored(storage: Storage, *parts: str) -> Any:
-    """The values of a file that `dump_yaml` made, or earlier versions.
+    """Return the values of a file that this or an earlier version wrote with `dump_yaml`.
 
     Raises:
-        FileNotFoundError: there is none.
-        UserError: it is damaged.
+        FileNotFoundError: the file does not exist.
+        UserError: the file is damaged.
     """
     where = storage.uri(*parts)
-    documents = parse_documents(
-        _decoded(read_bytes(storage, *parts, most=MOST_BYTES), where), where
-    )
+    # Earlier versions wrote YAML 1.1, which the output of `dump_yaml` is compatible with.
+    documents = parse_documents(_decode(read_bytes(storage, *parts, most=MOST_BYTES), where), where)
     return documents[0] if documents else None
 
 
 def dump_yaml(values: Any) -> str:
-    """Values as YAML that both versions read alike: what either takes for a number is quoted."""
-    return yaml.dump(values, Dumper=_Careful, sort_keys=False, allow_unicode=True)
+    """Return values as YAML with the same meaning in versions 1.1 and 1.2."""
+    return yaml.dump(values, Dumper=_QuotingDumper, sort_keys=False, allow_unicode=True)
 
 
-def _decoded(data: bytes, shown: str) -> str:
+def _decode(data: bytes, shown: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{shown}: not UTF-8 text") from None
 
 
-class _Refused(yaml.MarkedYAMLError):
-    """YAML that is valid, and that is not for us."""
+class _RejectedYamlError(yaml.MarkedYAMLError):
+    """Valid YAML that exceeds a limit or uses an unsupported feature."""
 
 
-class _Bounded(yaml.SafeLoader):
-    """Composes within bounds, and makes values of which no two share a part."""
+class _BoundedLoader(yaml.SafeLoader):
+    """Loader that enforces limits and builds values that share no parts."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._values = self._depth = self._deepest = 0
         self._anchored: dict[str, tuple[int, int]] = {}
-        """By anchor how many values it stands for, and how deep they go."""
+        """By anchor, the number of values and the depth of its node."""
 
     def documents(self) -> list[Any]:
-        """The values of every document."""
+        """Return the values of all documents."""
         values = []
         while self.check_node():
             if (node := self.get_node()) is not None:
@@ -137,6 +136,7 @@ class _Bounded(yaml.SafeLoader):
                 self._count(*self._measure(event), event)
             return super().compose_node(parent, index)
         before, outer = self._values, self._deepest
+        # An anchor has no size until its node is complete: an alias inside would contain itself.
         self._anchored.pop(event.anchor, None)
         self._count(1, 1, event)
         self._depth += 1
@@ -150,7 +150,7 @@ class _Bounded(yaml.SafeLoader):
 
     def _measure(self, alias: Any) -> tuple[int, int]:
         if alias.anchor not in self._anchored:
-            raise _Refused(
+            raise _RejectedYamlError(
                 problem=f"the anchor '{alias.anchor}' contains itself",
                 problem_mark=alias.start_mark,
             )
@@ -164,7 +164,9 @@ class _Bounded(yaml.SafeLoader):
             (self._depth + depth, MOST_DEPTH, "sections and lists inside one another"),
         ):
             if number > most:
-                raise _Refused(problem=f"more than {most:,} {what}", problem_mark=event.start_mark)
+                raise _RejectedYamlError(
+                    problem=f"more than {most:,} {what}", problem_mark=event.start_mark
+                )
 
     def _value(self, node: yaml.Node) -> Any:
         if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
@@ -174,11 +176,13 @@ class _Bounded(yaml.SafeLoader):
         if isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:
             return self._scalar(node)
         tag = str(node.tag).replace(_TAG, "!!")
-        raise _Refused(problem=f"the tag '{tag}': expected none", problem_mark=node.start_mark)
+        raise _RejectedYamlError(
+            problem=f"the tag '{tag}': expected none", problem_mark=node.start_mark
+        )
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         if odd := _UNWRITABLE.search(node.value):
-            raise _Refused(
+            raise _RejectedYamlError(
                 problem=f"a text with the character {odd.group()!r}", problem_mark=node.start_mark
             )
         is_number = node.tag in (f"{_TAG}int", f"{_TAG}float")
@@ -190,18 +194,19 @@ class _Bounded(yaml.SafeLoader):
                 raise ValueError
         except (ValueError, KeyError, IndexError):
             kind = "a number of at most 64 bits" if is_number else str(node.tag).replace(_TAG, "!!")
-            raise _Refused(
+            raise _RejectedYamlError(
                 problem=f"'{node.value[:_MOST_DIGITS]}': expected {kind}",
                 problem_mark=node.start_mark,
             ) from None
         return value
 
     def _mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
-        """Keys are text as it is written; a section's own come before those of its merges."""
+        """Return the section of a node. Keys are text as written, and override those of merges."""
         merged: dict[str, Any] = {}
         own: dict[str, Any] = {}
         for key, value in node.value:
             if key.tag == f"{_TAG}merge":
+                # YAML's merge type: the first of several sections with a key has precedence.
                 merged = {**self._merges(value), **merged}
                 continue
             name = self._key(key)
@@ -227,11 +232,11 @@ class _Bounded(yaml.SafeLoader):
     def _key(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
             raise yaml.MarkedYAMLError(problem="a key is not text", problem_mark=node.start_mark)
-        self._value(node)
+        self._value(node)  # applies the checks of scalars; the key stays text
         return str(node.value)
 
 
-_SCALARS: dict[str, Callable[[_Bounded, yaml.ScalarNode], Any]] = {
+_SCALARS: dict[str, Callable[[_BoundedLoader, yaml.ScalarNode], Any]] = {
     f"{_TAG}null": lambda loader, node: None,
     f"{_TAG}bool": lambda loader, node: loader.construct_yaml_bool(node),
     f"{_TAG}int": lambda loader, node: loader.construct_yaml_int(node),
@@ -240,14 +245,15 @@ _SCALARS: dict[str, Callable[[_Bounded, yaml.ScalarNode], Any]] = {
 }
 
 
-class _Core(_Bounded):
-    """YAML 1.2's core schema instead of 1.1's, which reads `3e-4` as text and `1:30` as 90."""
+# YAML 1.1, PyYAML's default, reads `3e-4` as text and `1:30` as 90.
+class _Yaml12Loader(_BoundedLoader):
+    """Loader with YAML 1.2's core schema."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own shape
 
 
-class _Old(_Bounded):
-    """YAML 1.1, whose times stay text."""
+class _Yaml11Loader(_BoundedLoader):
+    """Loader with YAML 1.1 scalars, except that timestamps stay text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own shape
         first: [(tag, pattern) for tag, pattern in resolvers if tag in (*_SCALARS, f"{_TAG}merge")]
@@ -255,8 +261,8 @@ class _Old(_Bounded):
     }
 
 
-class _Careful(yaml.SafeDumper):
-    """Quotes what either version of YAML would not take for text."""
+class _QuotingDumper(yaml.SafeDumper):
+    """Dumper that quotes every text that either version of YAML would read as another type."""
 
 
 for _name, _pattern, _first in (
@@ -271,30 +277,34 @@ for _name, _pattern, _first in (
     ),
     ("merge", r"<<", ["<"]),
 ):
-    for _kind in (_Core, _Careful):
+    for _kind in (_Yaml12Loader, _QuotingDumper):
         _kind.add_implicit_resolver(f"{_TAG}{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
 
 
+# Parsing a recipe takes 20 ms, and a command may read a run's recipe and its bases several times.
+# The cache holds bytes because callers modify the values.
 @lru_cache(maxsize=32)
-def _pickled_documents(kind: type[_Bounded], text: str) -> bytes:
-    """A recipe takes 20 ms to read, and a command may read that of a run, and all that it extends,
-    several times."""
+def _pickled_documents(kind: type[_BoundedLoader], text: str) -> bytes:
+    """Return the pickled values of all documents, cached."""
     return pickle.dumps(kind(text).documents())
 
 
-def _documents(kind: type[_Bounded], text: str, where: str, count_lines: bool) -> list[Any]:
+def _load_documents(
+    kind: type[_BoundedLoader], text: str, where: str, count_lines: bool
+) -> list[Any]:
     try:
         values: list[Any] = pickle.loads(_pickled_documents(cast(Any, kind), text))
         return values
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark and count_lines else ""
-        told = "" if isinstance(error, _Refused) else "not valid YAML: "
-        raise UserError(f"{where}{line}: {told}{error.problem or error.context}") from None
+        prefix = "" if isinstance(error, _RejectedYamlError) else "not valid YAML: "
+        raise UserError(f"{where}{line}: {prefix}{error.problem or error.context}") from None
     except yaml.reader.ReaderError as error:
         line = f":{text.count(chr(10), 0, error.position) + 1}" if count_lines else ""
         raise UserError(
             f"{where}{line}: not valid YAML: the character {chr(error.character)!r}"
         ) from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # "\UFFFFFFFF" is no character
+    # ValueError and OverflowError: escapes such as "\UFFFFFFFF" that are not characters.
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise UserError(f"{where}: not valid YAML: {reason(error)}") from None

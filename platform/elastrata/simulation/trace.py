@@ -1,4 +1,4 @@
-"""The trace of a run's workers, who come and go: from a file, or drawn at given rates."""
+"""Trace of worker arrivals and losses: from a file, or random at given rates."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ _MOST_BYTES, _MOST_PROBLEMS, _SHOWN = 2**26, 100, 60
 
 @dataclass(frozen=True, order=True)
 class Event:
-    """Something happens to some workers."""
+    """Change of some workers' availability."""
 
     seconds: float
-    """Since the start of the run."""
+    """Seconds since the start of the run."""
     kind: Kind
-    """join: they are there, idle. lose: they are gone. drain: they are about to go. kill: their
-    processes are gone, their machines are there. driver: the driver is gone, whatever the
-    number."""
+    """join: idle workers arrive. lose: workers disappear. drain: workers will disappear after a
+    notice. kill: processes die, but their machines remain. driver: the driver dies, regardless of
+    `workers`."""
     workers: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How often workers go and come back."""
+    """Rates at which workers disappear and return."""
 
     lost_per_hour: float
-    """The rate of each worker."""
+    """Rate of each worker."""
     with_notice: float = 0.0
-    """Share of the losses that are told before."""
+    """Share of losses with a notice."""
     hours_away: float = 1.0
-    """Mean time until another worker takes the place of a lost one."""
+    """Mean hours until a lost worker is replaced."""
     driver_lost_per_hour: float = 0.0
 
 
 def read_trace(path: str) -> list[Event]:
-    """Read events from a CSV file with the columns seconds, event and workers, in order of time.
+    """Return the events of a CSV file with the columns seconds, event and workers, sorted by time.
 
     Raises:
-        UserError: it cannot be read; or one line for each line that is wrong.
+        UserError: the file cannot be read, or lines are invalid; one line for each.
     """
     lines = read_text(Path(path), f"--trace: {path}", most=_MOST_BYTES).split("\n")
     numbered = [
@@ -65,14 +65,15 @@ def read_trace(path: str) -> list[Event]:
     events, problems, before = list[Event](), list[str](), 0.0
     for number, line in numbered:
         cells = [cell.strip() for cell in line.split(",")]
-        problem = _problem(cells, before)
+        problem = _find_problem(cells, before)
         if problem:
             problems.append(f"{path}:{number}: {problem}")
+            # A file of another format would otherwise give a message for each of its lines.
             if len(problems) == _MOST_PROBLEMS:
                 break
             continue
         before = float(cells[0])
-        events.append(Event(before, _kind(cells[1]), int(cells[2])))
+        events.append(Event(before, _parse_kind(cells[1]), int(cells[2])))
     if problems:
         raise UserError(*problems)
     if not events:
@@ -80,57 +81,62 @@ def read_trace(path: str) -> list[Event]:
     return events
 
 
-def _problem(cells: list[str], before: float) -> str:
+def _find_problem(cells: list[str], before: float) -> str:
+    """Return the problem of a line, or an empty text."""
     if len(cells) != len(_COLUMNS):
         return f"{len(cells)} values: expected {','.join(_COLUMNS)}"
     try:
         seconds = float(cells[0])
     except ValueError:
-        return f"seconds: {_short(cells[0])}: expected a number"
+        return f"seconds: {_quote(cells[0])}: expected a number"
     if not before <= seconds < float("inf"):
         least = f"expected at least {before:g}, the time of the line before"
-        return f"seconds: {_short(cells[0])}: {least}"
+        return f"seconds: {_quote(cells[0])}: {least}"
     if cells[1] not in KINDS:
         close = nearest(cells[1][:_SHOWN], KINDS)
-        return f"event: {_short(cells[1])}: expected {', '.join(KINDS)}{close}"
+        return f"event: {_quote(cells[1])}: expected {', '.join(KINDS)}{close}"
     if not _WORKERS.fullmatch(cells[2]):
-        return f"workers: {_short(cells[2])}: expected a whole number above 0 and below a million"
+        return f"workers: {_quote(cells[2])}: expected a whole number above 0 and below a million"
     return ""
 
 
-def _short(cell: str) -> str:
+def _quote(cell: str) -> str:
     return repr(cell[:_SHOWN])
 
 
-def _kind(text: str) -> Kind:
+def _parse_kind(text: str) -> Kind:
     return next(kind for kind in KINDS if kind == text)
 
 
 def drawn_events(workers: int, rates: Rates, *, seconds: float, seed: int) -> Iterator[Event]:
-    """Draw events: all workers at the start, then losses and returns at exponential times."""
-    draw = np.random.default_rng(seed)
+    """Yield random events: all workers at the start, then losses and returns at exponential
+    times."""
+    rng = np.random.default_rng(seed)
     yield Event(0.0, "join", workers)
-    coming: list[float] = []
-    there, now = workers, 0.0
-    driver = _next(draw, 0.0, rates.driver_lost_per_hour)
-    going = _next(draw, 0.0, there * rates.lost_per_hour)
-    while (now := min(going, driver, coming[0] if coming else np.inf)) <= seconds:
-        if coming and now == coming[0]:
-            heapq.heappop(coming)
-            there += 1
+    return_times: list[float] = []
+    available, now = workers, 0.0
+    next_driver_loss = _sample_next(rng, 0.0, rates.driver_lost_per_hour)
+    next_loss = _sample_next(rng, 0.0, available * rates.lost_per_hour)
+    while (
+        now := min(next_loss, next_driver_loss, return_times[0] if return_times else np.inf)
+    ) <= seconds:
+        if return_times and now == return_times[0]:
+            heapq.heappop(return_times)
+            available += 1
             yield Event(now, "join", 1)
-        elif now == driver:
+        elif now == next_driver_loss:
             yield Event(now, "driver")
-            driver = _next(draw, now, rates.driver_lost_per_hour)
+            next_driver_loss = _sample_next(rng, now, rates.driver_lost_per_hour)
             continue
         else:
-            there -= 1
-            heapq.heappush(coming, now + draw.exponential(rates.hours_away * _HOUR))
-            yield Event(now, "drain" if draw.random() < rates.with_notice else "lose", 1)
-        # Exponential times have no memory: the next loss may be drawn anew whenever the number of
-        # workers changes.
-        going = _next(draw, now, there * rates.lost_per_hour)
+            available -= 1
+            heapq.heappush(return_times, now + rng.exponential(rates.hours_away * _HOUR))
+            yield Event(now, "drain" if rng.random() < rates.with_notice else "lose", 1)
+        # Exponential times are memoryless, so the next loss can be sampled again each time the
+        # number of workers changes.
+        next_loss = _sample_next(rng, now, available * rates.lost_per_hour)
 
 
-def _next(draw: np.random.Generator, now: float, per_hour: float) -> float:
-    return float(now + draw.exponential(_HOUR / per_hour)) if per_hour > 0 else float("inf")
+def _sample_next(rng: np.random.Generator, now: float, per_hour: float) -> float:
+    """Return the time of the next event at a rate; infinity for rate 0."""
+    return float(now + rng.exponential(_HOUR / per_hour)) if per_hour > 0 else float("inf")
