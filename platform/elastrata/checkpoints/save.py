@@ -148,9 +148,11 @@ class DurableSaver:
                 process_group=self._group,
                 async_stager=Given(copy),
             )
+        # Without a future no callback would release the copy.
         except BaseException:
             copy.release()
             raise
+        # Only after async_save: an error above must not leave the saver busy forever.
         self._idle.clear()
         cast("Future[Any]", future).add_done_callback(
             lambda done: self._settle(done.exception(), step, folder, copy)

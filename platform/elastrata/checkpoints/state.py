@@ -110,6 +110,7 @@ def restore_weights(
         entry = metadata.state_dict_metadata[f"{MODEL}.{name}"]
         assert isinstance(entry, TensorStorageMetadata)
         table = torch.empty(entry.size, dtype=entry.properties.dtype)
+        # Without collectives, because stored rows may be divided in another way than ours.
         _read(storage, commit, metadata, {MODEL: {name: table}}, alone=True)
         target, box = local(state[name]), own_box(state[name])
         part = table[: rows[name]][box]

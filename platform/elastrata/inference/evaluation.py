@@ -58,6 +58,7 @@ def evaluate_run(
     if state is not None:
         # The weights are given: without this, the trainer would put its average in their place.
         recipe = recipe.model_copy(update={"average": None})
+    # Limits of sources concern training; here they could only cause errors.
     data = training_data(without_limits(recipe))
     with lone_group(device := current_device()):
         trainer = Trainer(recipe, data.phases, device, world_size=1, per_node=1)
@@ -174,7 +175,11 @@ class Tasks:
                     device=device,
                     log_samples=False,
                 )
-            except (OSError, ValueError, LookupError) as error:  # of data sets and their loaders
+            except (
+                OSError,
+                ValueError,
+                LookupError,
+            ) as error:  # errors of data sets and their loaders
                 reason = " ".join(str(error).split())[:300] or type(error).__name__
                 raise UserError(f"--tasks: {', '.join(self._names)}: {reason}") from error
         return TaskResults(

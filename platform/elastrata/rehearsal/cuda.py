@@ -176,7 +176,9 @@ def fake_cuda(device: FakeDevice, ledger: Ledger) -> Iterator[None]:
 def _answers(device: FakeDevice, ledger: Ledger) -> Mapping[str, Any]:
     """Return the replacement of each function of `torch.cuda`."""
 
-    def always(value: object) -> Any:  # a new one each time: torch.compile has a table of them
+    def always(
+        value: object,
+    ) -> Any:  # a new function each time, as torch.compile has a table of functions
         return lambda *_, **__: value
 
     return {

@@ -193,6 +193,7 @@ class Ledger:
             key = storage._cdata
             if key not in self._sizes:
                 self._sizes[key] = 0
+                # FakeTensor storages have no allocator whose frees could be counted.
                 weakref.finalize(storage, self._release, key)
             self.resized(storage)
 

@@ -67,8 +67,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it becomes operators on local tensors first
+            return NotImplemented  # DTensor turns it into operators on local tensors first
         named: dict[str, Any] = kwargs or {}
+        # Outside of the fake mode tensors are real, e.g. in meshes.
         if active_fake_mode() is not self._fake:
             return func(*args, **named)
         if answer := self._answers.get(func):
@@ -97,6 +98,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.name()
         if name.startswith(_COLLECTIVES):
             self._enter_collective(name, args, kwargs)
+        # The tensor no longer has its known values.
         elif func._schema.is_mutable:
             for written in _tensors(args[:1]):
                 self._known_values.pop(written, None)
@@ -246,7 +248,7 @@ def _group(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dist.ProcessGrou
         if isinstance(value, torch.ScriptObject):
             try:
                 return dist.ProcessGroup.unbox(value)
-            except RuntimeError:  # another class: how numbers are reduced
+            except RuntimeError:  # another class, such as the reduction's
                 continue
     name: Any = [value for value in arguments if isinstance(value, str)][-1]
     resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]

@@ -58,6 +58,7 @@ def attempt(
         before_change=manager.before_change,
         measured=measured,
     )
+    # Ends the background work of the steps when the caller closes this generator.
     with closing(steps_done):
         for record, action in steps_done:
             manager.stepped(record)
@@ -65,7 +66,9 @@ def attempt(
             if due := held_out.due(record):
                 losses, seconds = trainer.evaluate(due)
                 metrics = dict(manager.evaluated(record.step, losses, seconds))
+                # Evaluated before the save, so that the commit carries the evaluation of its step.
                 is_last |= _has_reached(target, metrics, record, manager)
+            # Before the yield: the caller may stop at any step that it has received.
             manager.keep(record, action, is_last=is_last)
             yield TrainedStep(
                 record=record,
@@ -86,6 +89,7 @@ def _has_reached(
 ) -> bool:
     """Return whether the evaluation has reached the run's target; equal on every rank.
     Collective."""
+    # Rank 0 decides, so that all ranks stop at the same step.
     if target is None or not agreed(reached(target, metrics)):
         return False
     manager.reached(record, target.metric, metrics[target.metric])

@@ -89,6 +89,7 @@ class CheckpointManager:
         extra: Callable[[], Mapping[str, Any]] = dict,
         on_gpu: bool = False,
     ) -> None:
+        # Only rank 0 has a history; elsewhere in this class its presence marks rank 0.
         self._history = HistoryWriter(run.sub("history"), attempt, self._warn) if not rank else None
         self._checkpoints = run.sub("checkpoints")
         self._config, self._channel, self._state, self._extra = config, channel, state, extra
@@ -127,6 +128,7 @@ class CheckpointManager:
         request = self._channel.look()
         is_new = request != self._serving
         self._serving = request
+        # Each request is acted on once; after that, the same one is still pending in the channel.
         if request and is_new:
             self._channel.send(Heard(action=request.action))
             return request.action
@@ -191,6 +193,8 @@ class CheckpointManager:
         self._newest = self._saving(record)
         seconds = 0.0
         if action > Action.GO_ON or is_last or record.step % self._config.every == 0:
+            # The group ends after this step, so the save waits for the previous one instead of
+            # being skipped.
             seconds += self._save_durably(waits=action >= Action.HALT or is_last)
         if self._in_memory:
             self._in_memory.stepped(record)
@@ -226,7 +230,7 @@ class CheckpointManager:
             self._channel.send(halt)
             self._channel.flush()
         agreed: list[Any] = [self._serving]
-        dist.broadcast_object_list(agreed, src=0)  # last: who has it may end
+        dist.broadcast_object_list(agreed, src=0)  # last: a rank that has it may end the process
         return cast(ControlSignal, agreed[0])
 
     def leave(self) -> None:
@@ -258,6 +262,7 @@ class CheckpointManager:
     def _saving(self, record: StepRecord) -> Saving:
         extra: dict[str, Any] = {"world_size": record.world_size, "loss": record.loss}
         extra |= self._extra()
+        # An older evaluation says nothing about this state, and `keep_best` compares by it.
         if self._evaluated and self._evaluated.step == record.step:
             extra[EVALUATION_LOSS] = self._evaluated.loss
             extra[EVALUATION] = self._evaluated.to_metrics()
@@ -266,6 +271,7 @@ class CheckpointManager:
     def _save_durably(self, *, waits: bool) -> float:
         """Save to storage, or postpone that if the previous save is not complete and `waits` is
         false. Returns the seconds that this took."""
+        # `waits` is equal on all ranks, so either all of them or none reach the collective.
         self._is_overdue = not waits and not self._durable.all_idle()
         if self._is_overdue:
             return 0.0
@@ -274,6 +280,7 @@ class CheckpointManager:
 
     def _copy(self, copies: MemoryCopies, step: int, *, asked: bool) -> float:
         """Copy into memory if a copy is due or `asked` for, and there is room. Returns seconds."""
+        # The same on all ranks, so that all or none reach the collectives behind it.
         if (asked or copies.is_due(step)) and copies.has_room(self._state):
             return copies.copy(step, self._save)
         return 0.0
@@ -327,6 +334,7 @@ class CheckpointManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # After an error other ranks may be gone, and a collective save would hang.
         if error is None:
             self._make_safe(in_memory=False)
             self._durable.close()
@@ -383,12 +391,14 @@ class MemoryCopies:
 
     def is_due(self, step: int) -> bool:
         """Return whether a copy is due after that step."""
+        # Until the first copy its cost is unknown, so the interval of the recipe applies.
         if self._interval is None or not self._next:
             return step % self._every == 0
         return step >= self._next
 
     def has_room(self, state: Callable[[], dict[str, Any]]) -> bool:
         """Return whether copies of such a state fit into memory; warns once if they do not."""
+        # Decided once: the size of the state is the same for the whole attempt.
         if self._has_room is None:
             parts: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(parts, (self._replicas.node, state_bytes(state())))
@@ -413,6 +423,7 @@ class MemoryCopies:
             Seconds that the training waited.
         """
         started = time.perf_counter()
+        # A stuck copy is waited for once; otherwise every due copy would stop the steps for 5 s.
         self.saver.wait(0.0 if self._is_stuck else _SECONDS_FOR_A_COPY)
         self._is_stuck = not self.saver.all_idle()
         every = self._agree_on_interval()
@@ -430,6 +441,8 @@ class MemoryCopies:
         """Return the longest interval that any rank wants. Collective."""
         if self._interval is None:
             return self._every
+        # The longest interval, because every rank takes part in a copy and one may find it
+        # expensive.
         wanted = torch.tensor(self._interval.wanted, dtype=torch.int32)
         dist.all_reduce(wanted, dist.ReduceOp.MAX)
         return int(wanted.item())

@@ -41,6 +41,7 @@ class CopyInterval:
         if not beside:
             self._seconds_without_copy.append(seconds)
         elif self._cost is not None and self._seconds_without_copy:
+            # A step during a copy competes with it for cores; its extra time is part of the cost.
             self._cost += max(0.0, seconds - median(self._seconds_without_copy))
 
     def copied(self, seconds: float) -> None:

@@ -135,10 +135,12 @@ class Loop:
         """
         prepare = partial(self._prepare_step, forward_backward)
         background = self.background(self.device)
+        # Own times are only compared between ranks, so a single rank needs no hooks in its blocks.
         timer = own_time(self.device, self.blocks if self.world_size > 1 else ())
         samples, tokens = start.samples, start.tokens
         next_sums: Mapping[str, float] | None = None
         with closing(timer), Prefetch(stream, prepare, foreseen, background) as steps:
+            # The peak of the build would hide that of the steps.
             forget_peak(self.device)
             stopwatch, dealt_by = Stopwatch(), Speeds()
             for rank_step in cut(steps):
@@ -149,6 +151,8 @@ class Loop:
                 batch = next_sums or reduce_sums(ready.sums, is_primary=self.is_primary)
                 check_same_deal(batch, rank_step.speeds)
                 stopwatch.passed("seconds_collating")
+                # Masks that begin with this step change weights, and a copy of them may be in
+                # progress.
                 if self.hooks.changes_before(rank_step.step):
                     before_change()
                 self.hooks.before_step(rank_step.step, optimizer)
@@ -181,6 +185,7 @@ class Loop:
                     tokens=tokens,
                     lr=lr,
                     **self._step_fields(rank_step),
+                    # Recorded only if they change, as they are one number per rank.
                     speeds=rank_step.speeds if rank_step.speeds != dealt_by else (),
                     **_effort_fields(message.efforts),
                     **forward_backward.figures(),
@@ -191,6 +196,7 @@ class Loop:
                 )
                 measured(rank_step, message.efforts)
                 yield record, message.action
+                # After the yield, so that evaluation and saving count for no step.
                 stopwatch, dealt_by = Stopwatch(), rank_step.speeds
 
     def _write_message(
@@ -247,6 +253,7 @@ class Loop:
         }
 
     def _time_fields(self, stopwatch: Stopwatch, flops: float) -> dict[str, Any]:
+        # Copied before `rest` is added, which belongs to the total only.
         phases = dict(stopwatch.seconds)
         stopwatch.passed("rest")
         seconds, peak = sum(stopwatch.seconds.values()), peak_flops(self.device)
@@ -273,6 +280,7 @@ def _nonfinite_message(step: int, result: StepResult) -> str:
 
 def _effort_fields(efforts: Sequence[Effort]) -> dict[str, Any]:
     seconds = [effort.seconds for effort in efforts]
+    # A time of zero was not measured, e.g. on a GPU whose first events are not finished.
     if not seconds or not all(seconds):
         return {}
     longest = max(seconds)

@@ -106,6 +106,7 @@ class Trainer:
         Raises:
             UserError: the commit is damaged or belongs to another model.
         """
+        # After a fork with another optimizer, its saved state fits no longer.
         optimizers = () if commit.extra.get(FRESH_OPTIMIZER) else (self.optimizer,)
         restore(checkpoints, commit, self.model, *optimizers)
         if self._masks:
@@ -178,8 +179,10 @@ class Trainer:
         )
         with self._convert_out_of_memory(), closing(run):
             for done, action in run:
+                # A skipped step changed no weights.
                 if self._average and not done.skipped:
                     self._average.stepped(done.step)
+                # The choice is known to the chooser only, so it is added here to the loop's record.
                 yield replace(done, **chooser.figures()), action
 
     def evaluate(self, held_out: Mapping[str, RankStep]) -> tuple[dict[str, StepLoss], float]:
