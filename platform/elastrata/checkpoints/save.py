@@ -269,7 +269,7 @@ def _agree_on_attempt(
                 attempt = 1 + max((folder.attempt for folder in folders(storage)), default=0)
             agreed = [(attempt, uuid.uuid4().hex[:6])]
         except Exception as error:
-            # Broadcast in place of the answer: the other ranks would wait for it forever.
+            # Broadcast, too: without any answer the other ranks would wait for ever.
             agreed = [f"{storage.url}: cannot be listed: {_text(error)}"]
     dist.broadcast_object_list(agreed, src=0, group=group)
     if isinstance(agreed[0], str):

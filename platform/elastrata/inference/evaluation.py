@@ -60,6 +60,7 @@ def evaluate_run(
         recipe = recipe.model_copy(update={"average": None})
     # Limits of sources concern training; here they could only cause errors.
     data = training_data(without_limits(recipe))
+    # The trainer's collectives need a process group, also with a single rank.
     with lone_group(device := current_device()):
         trainer = Trainer(recipe, data.phases, device, world_size=1, per_node=1)
         trainer.restore(checkpoints, commit)
@@ -184,6 +185,7 @@ class Tasks:
                 raise UserError(f"--tasks: {', '.join(self._names)}: {reason}") from error
         return TaskResults(
             metrics=dict(_numbers(found["results"])),
+            # The number after `limit` was applied.
             samples={name: count["effective"] for name, count in found["n-samples"].items()},
             harness=version(_PACKAGE),
         )

@@ -165,6 +165,7 @@ def perplexity(model: LanguageModel, text: str) -> Perplexity:
             continue
         ids = torch.from_numpy(sample.astype(np.int64)).to(model.device)
         logits = model.network(input_ids=ids[None]).logits[0, :-1].float()
+        # Summed, because samples differ in length.
         total += F.cross_entropy(logits, ids[1:], reduction="sum").item()
         count += len(ids) - 1
     if not count:
@@ -244,6 +245,7 @@ def chosen(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
         return int(logits.argmax())
     logits = logits / sampling.temperature
     if sampling.top_k is not None:
+        # Tokens that tie with the last of the top k stay candidates, too.
         least = logits.topk(min(sampling.top_k, len(logits))).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)
     return int(torch.multinomial(logits.softmax(dim=-1), 1, generator=generator))

@@ -205,6 +205,7 @@ def _answers(device: FakeDevice, ledger: Ledger) -> Mapping[str, Any]:
         "empty_cache": always(None),
         "memory_allocated": lambda _=None: ledger.live_bytes,
         "max_memory_allocated": lambda _=None: ledger.peak_bytes,
+        # The caching allocator's reserve is not modelled.
         "memory_reserved": lambda _=None: ledger.live_bytes,
         "max_memory_reserved": lambda _=None: ledger.peak_bytes,
         "reset_peak_memory_stats": lambda _=None: ledger.reset_peak(),

@@ -128,6 +128,7 @@ def rehearse(request: Request) -> Mapping[str, Any]:
         RuntimeError: the step fails; with the last line of its error.
     """
     done = subprocess.run(
+        # The caller may have loaded torch already, and then fake CUDA would come too late.
         [sys.executable, "-m", "elastrata.rehearsal.process"],
         input=json.dumps(asdict(request)),
         capture_output=True,

@@ -212,6 +212,7 @@ def rehearse_rank(task: Task, rank: int) -> RankFigures:
             recipe, task.spec.vocabulary, task.spec.seq_len, DEVICE, task.world_size
         )
         build = BuildFigures(peak_bytes=ledger.peak_bytes, bytes=ledger.live_bytes)
+        # Drops the entries of the build.
         ledger.take()
         step = _steps(task, recipe, divided, place, steps, ledger)
         parameters = sum(parameter.numel() for parameter in divided.model.parameters())
@@ -243,6 +244,7 @@ def _steps(
     with track(divided.model) as peak:
         average = weight_average(recipe, divided.model)
         run = loop.run(divided.forward_backward, optimizer, steps, Start(), lambda: Action.GO_ON)
+        # The first step is dropped: it also creates the optimizer's state.
         for _ in range(2):
             ledger.take()
             record, _ = next(run)
@@ -316,6 +318,7 @@ def _planned(task: Task, step: RankStep) -> dict[str, Any]:
     tokens = max(len(rows.tokens) for rows in step.micro_batches)
     assert recipe.activation_checkpointing != "auto"
     need = memory(
+        # A packed micro-batch counts as one sample of all its tokens.
         replace(recipe.workload.model_spec(spec.vocabulary, spec.seq_len), seq_len=tokens),
         task.cluster.device,
         machine_of(recipe, task.cluster).stack,
@@ -376,6 +379,7 @@ def _count_graphs() -> Iterator[list[torch.fx.GraphModule]]:
     def compile(*args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **{**kwargs, "backend": backend})
 
+    # Dynamo's counters are global to the process.
     counters.clear()
     with (
         patch.object(torch, "compile", compile),

@@ -76,6 +76,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return answer(func, args, named)
         pins = named.pop("pin_memory", False) if "pin_memory" in named else False
         out = func(*args, **named)
+        # Fake tensors cannot be pinned, so the recorder remembers which ones would be.
         if pins:
             self._pinned[out.untyped_storage()] = True
         self._enter(func, args, named, out)
@@ -106,6 +107,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._enter_copy(args[1], args[0], args[2:] == (True,) or kwargs.get("non_blocking"))
         elif func is _aten._to_copy.default:
             self._enter_copy(args[0], out, kwargs.get("non_blocking"))
+            # A copy between host and device keeps its values.
             if (known := self._known_values.get(args[0])) is not None and out.dtype == known.dtype:
                 self._known_values[out] = known
         # Only small tensors, whose values the step may read back, such as its sums.
@@ -126,6 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = _tensors((args, kwargs))
         lists = [given for given in (*args, *kwargs.values()) if isinstance(given, list)]
         sizes = [sum(map(_size, _tensors(given))) for given in lists]
+        # The side with all ranks' parts: the output of a gather, the input of a scatter.
         largest = max(tensors, key=_size, default=None)
         axis, ranks = self._axes(_group(args, kwargs))
         alone = _size(largest) if largest is not None else 0

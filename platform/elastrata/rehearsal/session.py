@@ -196,6 +196,7 @@ def rehearsal(
     """
     ledger = Ledger()
     with fake_cuda(device, ledger), fake_ranks(ledger, world_size, rank) as axes, ExitStack() as on:
+        # Meshes and constants are real tensors.
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         recorder = Recorder(fake, ledger, axes)
         modes = fake, recorder

@@ -110,7 +110,7 @@ def training_data(recipe: Recipe, origin: ForkOrigin | None = None) -> TrainingD
     Raises:
         UserError: one line for each problem.
     """
-    # Durations in tokens, samples or epochs become steps.
+    # Durations in epochs or tokens become steps, by the data sets that exist.
     recipe = in_steps(recipe)
     sets, problems = found_sets(recipe.evaluation)
     found = []

@@ -143,7 +143,7 @@ class Trainer:
 
         Yields:
             The record of every step, and the action that all ranks have agreed on. Once the
-                generator is closed, no background work is left.
+            generator is closed, no background work is left.
 
         Raises:
             MisdealtError: the stream has steps of other ranks, or not the remaining steps.
