@@ -176,11 +176,8 @@ class Tasks:
                     device=device,
                     log_samples=False,
                 )
-            except (
-                OSError,
-                ValueError,
-                LookupError,
-            ) as error:  # errors of data sets and their loaders
+            # Errors of data sets and their loaders.
+            except (OSError, ValueError, LookupError) as error:
                 reason = " ".join(str(error).split())[:300] or type(error).__name__
                 raise UserError(f"--tasks: {', '.join(self._names)}: {reason}") from error
         return TaskResults(

@@ -176,9 +176,8 @@ def fake_cuda(device: FakeDevice, ledger: Ledger) -> Iterator[None]:
 def _answers(device: FakeDevice, ledger: Ledger) -> Mapping[str, Any]:
     """Return the replacement of each function of `torch.cuda`."""
 
-    def always(
-        value: object,
-    ) -> Any:  # a new function each time, as torch.compile has a table of functions
+    def always(value: object) -> Any:
+        # A new function each time, as torch.compile has a table of functions.
         return lambda *_, **__: value
 
     return {

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._dynamo  # noqa: F401 before functions of torch are replaced: it has a table of them
+import torch._dynamo  # noqa: F401  before functions of torch are replaced: it has a table of them
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
