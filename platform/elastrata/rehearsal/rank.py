@@ -358,7 +358,7 @@ def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
 
 
 def _run_in_new_group(task: Task, is_primary: bool, steps: Sequence[RankStep]) -> Iterator[object]:
-    """Return the steps of a rank in a new group of workers."""
+    """Build the model as in a new group of workers; return an iterator that trains the steps."""
     recipe, spec = task.recipe, task.spec
     divided = divided_model(
         recipe, spec.vocabulary, spec.seq_len, DEVICE, task.world_size, draws=False

@@ -73,7 +73,7 @@ def figures(request: Request) -> Rehearsal:
 
 
 def task(request: Request) -> Task:
-    """Return the task of a request, with a recipe without phases and `auto` keys.
+    """Return the task of a request, with a recipe without phases or `auto` keys.
 
     Raises:
         UserError: the recipe or cluster is invalid; one line for each reason.
