@@ -182,6 +182,7 @@ class Commit(BaseModel):
             raise ValueError("is not JSON (truncated or altered)") from None
         if not isinstance(content, dict):
             raise ValueError("is not a JSON object")
+        # The version first: another one may compute its digest differently.
         version = content.get("format_version")
         if version != FORMAT_VERSION:
             raise ValueError(f"has format version {version!r:.20}, expected {FORMAT_VERSION}")
@@ -204,12 +205,14 @@ class Commit(BaseModel):
             return ""
         if name.step != self.step:
             return f"is that of another step, {self.step} (a copy)"
+        # A copied folder would otherwise count as a commit of the attempt in its name.
         if (attempt := self.extra.get(ATTEMPT, name.attempt)) != name.attempt:
             return f"is that of another attempt, {attempt} (a copy)"
         return ""
 
 
 def _digest(content: dict[str, Any]) -> str:
+    # Canonical, so that the digest does not depend on the order of keys or on white space.
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -259,6 +262,7 @@ def newest_verified(
         if found is None:
             continue
         problem = found if isinstance(found, str) else _summary(problems(storage, found))
+        # Warned only now: if all are damaged, the lines are the error instead.
         if isinstance(found, Commit) and not problem:
             for line in bad:
                 warn(f"{line}; falling back to the checkpoint of step {found.step}")
@@ -286,7 +290,7 @@ def size_problems(storage: CommitStorage, commit: Commit) -> list[str]:
     folder."""
     try:
         sizes = _sizes(storage, commit)
-    except Exception as error:  # remote file systems raise what they like
+    except Exception as error:  # errors of remote file systems have no common class
         return [f"cannot be listed ({error})"]
     found = ((name, sizes.get(name), record.size) for name, record in commit.files.items())
     return [
@@ -309,7 +313,7 @@ def _read(storage: CommitStorage, folder: str) -> Commit | str | None:
 
 
 def _marker(storage: CommitStorage, folder: str) -> bytes:
-    if isinstance(storage, Storage):  # others lie in memory, where nothing else can be
+    if isinstance(storage, Storage):  # others are in memory and hold our files only
         return read_bytes(storage, folder, MARKER)
     return storage.read(folder, MARKER)
 

@@ -44,6 +44,7 @@ class CommitReader(FileSystemReader):
         # RAW items come from LeanWriter: DCP expects an archive of torch.save for each tensor.
         if not all(place.transform_descriptors == (RAW,) for place in places.values()):
             return super().read_data(plan, planner)
+        # One read per file: a request per tensor would cost more than its bytes.
         for name in sorted({place.relative_path for place in places.values()}):
             data = memoryview(self._storage.read(self._folder, name))
             for item in plan.items:
@@ -61,6 +62,7 @@ class CommitReader(FileSystemReader):
         saved = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(saved, dcp_metadata.TensorStorageMetadata)
         chunk = next(one for one in saved.chunks if one.offsets == item.storage_index.offset)
+        # The whole stored chunk, of which the item may be a part if the layout has changed.
         tensor = torch.empty(chunk.sizes, dtype=saved.properties.dtype)
         raw_bytes(tensor)[:] = np.frombuffer(data, np.uint8)
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -79,6 +81,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
 
 
+# DCP reads its metadata with pickle.load, which would run code from an altered file.
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler that knows the classes of DCP's metadata and no others."""
 
@@ -126,5 +129,5 @@ def read_metadata(storage: CommitStorage, commit: Commit) -> Metadata:
         raise UserError(f"{where}: altered: its SHA-256 is not that of the marker")
     try:
         return cast(Metadata, _MetadataUnpickler(io.BytesIO(data)).load())
-    except Exception as error:  # a pickle that is none raises what it likes
+    except Exception as error:  # a damaged pickle may raise any error
         raise UserError(f"{where}: no metadata of a checkpoint ({error})") from None

@@ -150,6 +150,7 @@ class RememberingPlanner(DefaultSavePlanner):
         known = SavePlanner._cached_save_plan.get(self._cached_plans_key)
         if known is not None and layout == self._layout:
             self.plan = known
+            # DCP's sign for the coordinator to reuse the cached plan.
             return SavePlan([], usable=False)
         self._layout = layout
         return super().create_local_plan()
@@ -187,6 +188,7 @@ class RememberingPlanner(DefaultSavePlanner):
 
 def _layout(name: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, DTensor):
+        # Equal global shapes may be sharded differently, and the plan depends on the shards.
         return name, value.shape, value.dtype, value.to_local().shape, value.placements
     return (name, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (name,)
 
@@ -301,6 +303,7 @@ class LeanWriter(CommitWriter):
                 data = planner.resolve_data(item)
                 raw = data.getbuffer() if isinstance(data, io.BytesIO) else raw_bytes(data)
                 lengths.append(cast(HashingStream, stream).write(raw))
+        # One result for all items: DCP's one per tensor has to be pickled, sent and merged.
         place = _StorageInfo(name, 0, sum(lengths))
         first = plan.items[0].index
         return LeanResult(first, place.length, place, self._files.records[path], lengths)

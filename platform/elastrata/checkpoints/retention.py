@@ -63,10 +63,12 @@ def prune(
     if not found:
         return []
     kept = found[:keep_last]
+    # It may be among the newest already, so `kept` may hold it twice.
     if keep_best and (best := best_commit(found)):
         kept.append(best)
     names = [str(name) for name in folders(storage)]
     staying = {commit.folder for commit in kept}
+    # Newest first: what follows the newest commit is older, so no live attempt writes to it.
     going = [name for name in names[names.index(found[0].folder) :] if name not in staying]
     if going:
         before_removal(going)
@@ -78,6 +80,7 @@ def prune(
 def best_commit(found: list[Commit]) -> Commit | None:
     """Return the commit with the smallest evaluation loss, the newest if equal; None without
     any."""
+    # NaN compares with no loss, and an infinite one could stay the best for ever.
     evaluated = [
         (commit.evaluation_loss, commit)
         for commit in found

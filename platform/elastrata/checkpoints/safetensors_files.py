@@ -105,6 +105,7 @@ class SafetensorsFolder:
             UserError: the file cannot be read or is truncated, or the rows hold NaN or infinite
                 values.
         """
+        # A rank may have no part of a small tensor.
         if target.numel() == 0:
             return
         stored = self.tensors[name]
@@ -157,6 +158,7 @@ class SafetensorsFolder:
                 else:
                     continue
                 problems.append(f"{self.storage.uri(file)}: has a tensor {printable(name)}, {tail}")
+        # An index of another model may be wrong about thousands of tensors.
         more = len(problems) - _MOST_SHOWN
         rest = [f"{self.storage.uri(INDEX)}: and {more} more"] if more > 0 else []
         return [*problems[:_MOST_SHOWN], *rest]

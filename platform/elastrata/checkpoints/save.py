@@ -148,9 +148,11 @@ class DurableSaver:
                 process_group=self._group,
                 async_stager=Given(copy),
             )
+        # Without a future no callback would release the copy.
         except BaseException:
             copy.release()
             raise
+        # Only after async_save: an error above must not leave the saver busy forever.
         self._idle.clear()
         cast("Future[Any]", future).add_done_callback(
             lambda done: self._settle(done.exception(), step, folder, copy)
@@ -267,7 +269,7 @@ def _agree_on_attempt(
                 attempt = 1 + max((folder.attempt for folder in folders(storage)), default=0)
             agreed = [(attempt, uuid.uuid4().hex[:6])]
         except Exception as error:
-            # Broadcast in place of the answer: the other ranks would wait for it forever.
+            # Broadcast, too: without any answer the other ranks would wait for ever.
             agreed = [f"{storage.url}: cannot be listed: {_text(error)}"]
     dist.broadcast_object_list(agreed, src=0, group=group)
     if isinstance(agreed[0], str):

@@ -74,6 +74,7 @@ class Stager:
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # The update of this step may still be running.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             copy.fill_from_gpu(state)
@@ -96,6 +97,7 @@ class StagedCopy:
         """Event after the last copy. Waiting for it does not occupy a CPU core."""
         if self._arrived is None:
             event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+            # A blocking event lets the waiting thread sleep; by default it may spin.
             self._arrived = event(blocking=True)
         return self._arrived
 
@@ -130,6 +132,7 @@ class StagedCopy:
         """Start to copy a state, on the current stream."""
         tensors = [tensor for tensor in _tensors(state) if tensor.device.type == "cuda"]
         layout = [(t.shape, t.dtype, local(t).shape) for t in tensors]
+        # Pinned memory is kept from save to save while shapes stay the same.
         if layout != self._layout:
             self._buckets = [Bucket.of(members) for members in in_buckets(tensors)]
             self._layout = layout
@@ -183,6 +186,7 @@ def in_buckets(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
     # Longest element types first, so that every tensor begins at a multiple of its element size.
     ordered = sorted(enumerate(tensors), key=lambda item: -item[1].element_size())
     buckets: list[list[tuple[int, Tensor]]] = []
+    # Full at first, so that the first tensor opens a bucket.
     filled = BUCKET_BYTES
     for number, tensor in ordered:
         size = _size(local(tensor))
@@ -234,6 +238,7 @@ def _replace_by_host(value: Any, host: Callable[[Tensor], Tensor]) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.device.type != "cuda":
+        # Small ones, such as step counters of optimizers.
         return value.detach().clone()
     return resharded(value, host(value))
 

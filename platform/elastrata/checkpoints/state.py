@@ -36,11 +36,12 @@ _STATE = "state."
 
 
 def training_state(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
-    """Return the live tensors of a model and its optimizers: `{"model": {...}, "optimizer":
-    {...}}`.
+    """Return the live tensors of a model and its optimizers.
+
+    The keys are `model` and `optimizer`, with tensors by name below them.
 
     Sharded parameters are DTensors. Nothing is copied: writing into these tensors changes the
-    model. Optimizers without a step have no state and are left out.
+    model. Optimizers that have not made a step have no state, and get none here.
     """
     state: dict[str, Any] = {MODEL: _tensors(get_model_state_dict(model))}
     if any(optimizer.state for optimizer in optimizers):
@@ -110,6 +111,7 @@ def restore_weights(
         entry = metadata.state_dict_metadata[f"{MODEL}.{name}"]
         assert isinstance(entry, TensorStorageMetadata)
         table = torch.empty(entry.size, dtype=entry.properties.dtype)
+        # Without collectives: with a pipeline, only some ranks have this table.
         _read(storage, commit, metadata, {MODEL: {name: table}}, alone=True)
         target, box = local(state[name]), own_box(state[name])
         part = table[: rows[name]][box]

@@ -19,6 +19,7 @@ from elastrata_pipelines.storage import Storage
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+# No pickles: the hub's older weights may run code when they are loaded.
 _WANTED = ("*.json", "*.safetensors")
 _THREADS = 4
 
@@ -55,7 +56,7 @@ class WeightsFolder:
             (Path(scratch) / CONFIG).write_bytes(content)
             try:
                 return AutoConfig.from_pretrained(scratch)
-            except Exception as error:  # its parsers raise what they like
+            except Exception as error:  # its parsers raise errors of many classes
                 why = " ".join(str(error).split())[:200]
                 raise UserError(f"{where}: no configuration of transformers ({why})") from None
 
@@ -71,7 +72,7 @@ class WeightsFolder:
             return load_tokenizer(self.storage.uri())
         with tempfile.TemporaryDirectory(prefix="elastrata-") as scratch:
             for name in self.storage.names():
-                if name.endswith((".json", ".txt", ".jinja")):  # the weights stay where they are
+                if name.endswith((".json", ".txt", ".jinja")):  # everything but the weights
                     (Path(scratch) / name).write_bytes(read_bytes(self.storage, name))
             return load_tokenizer(scratch)
 
@@ -105,7 +106,7 @@ def _from_hub(name: str, revision: str | None) -> WeightsFolder:
 
     try:
         path = Path(snapshot_download(name, revision=revision, allow_patterns=list(_WANTED)))
-    except Exception as error:  # it raises those of several libraries
+    except Exception as error:  # errors of several libraries
         why = " ".join(str(error).split())[:200]
         raise UserError(
             f"{name}: neither a folder here nor a model that the hub gives{_hint(name)} ({why})"

@@ -58,7 +58,9 @@ def evaluate_run(
     if state is not None:
         # The weights are given: without this, the trainer would put its average in their place.
         recipe = recipe.model_copy(update={"average": None})
+    # Limits of sources concern training; here they could only cause errors.
     data = training_data(without_limits(recipe))
+    # The trainer's collectives need a process group, also with a single rank.
     with lone_group(device := current_device()):
         trainer = Trainer(recipe, data.phases, device, world_size=1, per_node=1)
         trainer.restore(checkpoints, commit)
@@ -174,11 +176,13 @@ class Tasks:
                     device=device,
                     log_samples=False,
                 )
-            except (OSError, ValueError, LookupError) as error:  # of data sets and their loaders
+            # Errors of data sets and their loaders.
+            except (OSError, ValueError, LookupError) as error:
                 reason = " ".join(str(error).split())[:300] or type(error).__name__
                 raise UserError(f"--tasks: {', '.join(self._names)}: {reason}") from error
         return TaskResults(
             metrics=dict(_numbers(found["results"])),
+            # The number after `limit` was applied.
             samples={name: count["effective"] for name, count in found["n-samples"].items()},
             harness=version(_PACKAGE),
         )

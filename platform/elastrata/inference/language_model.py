@@ -101,12 +101,12 @@ def _check(folder: Path, place: str) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils import logging
 
-    quiet: Any = logging  # transformers does not annotate these two
+    quiet: Any = logging  # transformers does not annotate these two functions
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
     try:
         config: Any = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:  # that is how transformers says it knows no such model
+    except (OSError, ValueError) as error:  # transformers raises these for unknown models
         raise UserError(
             f"{place}: config.json: not of a model that transformers knows: {_EXPECTED}"
         ) from error
@@ -160,10 +160,12 @@ def perplexity(model: LanguageModel, text: str) -> Perplexity:
     samples = cut(whole, model.frame, seq_len=model.max_positions, min_tokens=1)
     total, count = 0.0, 0
     for sample in np.split(samples.tokens, np.cumsum(samples.lengths)[:-1]):
+        # A single token has no predecessor to predict it from.
         if len(sample) < 2:
             continue
         ids = torch.from_numpy(sample.astype(np.int64)).to(model.device)
         logits = model.network(input_ids=ids[None]).logits[0, :-1].float()
+        # Summed, because samples differ in length.
         total += F.cross_entropy(logits, ids[1:], reduction="sum").item()
         count += len(ids) - 1
     if not count:
@@ -215,6 +217,7 @@ def continuation(
     generator = torch.Generator().manual_seed(sampling.seed)
     end = model.frame.end[:1] or model.frame.suffix[:1]
     new: list[int] = []
+    # The whole prompt first, then only the newest token: the cache holds the others.
     fed, cache = ids, None
     while len(new) < tokens:
         inputs = torch.tensor([fed], device=model.device)
@@ -242,6 +245,7 @@ def chosen(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
         return int(logits.argmax())
     logits = logits / sampling.temperature
     if sampling.top_k is not None:
+        # Tokens that tie with the last of the top k stay candidates, too.
         least = logits.topk(min(sampling.top_k, len(logits))).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)
     return int(torch.multinomial(logits.softmax(dim=-1), 1, generator=generator))

@@ -176,7 +176,8 @@ def fake_cuda(device: FakeDevice, ledger: Ledger) -> Iterator[None]:
 def _answers(device: FakeDevice, ledger: Ledger) -> Mapping[str, Any]:
     """Return the replacement of each function of `torch.cuda`."""
 
-    def always(value: object) -> Any:  # a new one each time: torch.compile has a table of them
+    def always(value: object) -> Any:
+        # A new function each time, as torch.compile has a table of functions.
         return lambda *_, **__: value
 
     return {
@@ -203,6 +204,7 @@ def _answers(device: FakeDevice, ledger: Ledger) -> Mapping[str, Any]:
         "empty_cache": always(None),
         "memory_allocated": lambda _=None: ledger.live_bytes,
         "max_memory_allocated": lambda _=None: ledger.peak_bytes,
+        # The caching allocator's reserve is not modelled.
         "memory_reserved": lambda _=None: ledger.live_bytes,
         "max_memory_reserved": lambda _=None: ledger.peak_bytes,
         "reset_peak_memory_stats": lambda _=None: ledger.reset_peak(),

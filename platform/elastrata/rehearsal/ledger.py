@@ -26,6 +26,7 @@ def current_line() -> tuple[str, str]:
     For example `step/train_step.py:83`. Returns torch's own line if it has no other caller, as in
     the threads of a backward pass.
     """
+    # inspect.stack() would read the source of every frame, for each copy and wait.
     frame: FrameType | None = sys._getframe(1)
     torchs = None
     while frame is not None:
@@ -193,6 +194,7 @@ class Ledger:
             key = storage._cdata
             if key not in self._sizes:
                 self._sizes[key] = 0
+                # FakeTensor storages have no allocator whose frees could be counted.
                 weakref.finalize(storage, self._release, key)
             self.resized(storage)
 

@@ -36,7 +36,7 @@ def load_shim() -> None:
     """
     if "torch" in sys.modules:
         raise RuntimeError("fake CUDA must be there before torch is: load it in a new process")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # real ones would be asked for what is fake
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # real devices would get the requests for fake ones
     library = shim(_torch_folder())
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
@@ -73,7 +73,7 @@ def _compile(torch_folder: Path, library: Path) -> None:
             ],
             capture_output=True,
             encoding="utf-8",
-            errors="replace",  # compilers speak the machine's language, in its encoding
+            errors="replace",  # compilers write in the machine's language and encoding
             check=False,
         )
         if done.returncode:
@@ -128,11 +128,12 @@ def rehearse(request: Request) -> Mapping[str, Any]:
         RuntimeError: the step fails; with the last line of its error.
     """
     done = subprocess.run(
+        # The caller may have loaded torch already, and then fake CUDA would come too late.
         [sys.executable, "-m", "elastrata.rehearsal.process"],
         input=json.dumps(asdict(request)),
         capture_output=True,
         encoding="utf-8",
-        errors="replace",  # what libraries say has the machine's encoding
+        errors="replace",  # libraries write in the machine's encoding
         check=False,
     )
     # The answer is the last line: libraries may print to standard output before it.

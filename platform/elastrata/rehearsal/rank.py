@@ -211,6 +211,7 @@ def rehearse_rank(task: Task, rank: int) -> RankFigures:
             recipe, task.spec.vocabulary, task.spec.seq_len, DEVICE, task.world_size
         )
         build = BuildFigures(peak_bytes=ledger.peak_bytes, bytes=ledger.live_bytes)
+        # Drops the entries of the build.
         ledger.take()
         step = _steps(task, recipe, divided, place, steps, ledger)
         parameters = sum(parameter.numel() for parameter in divided.model.parameters())
@@ -242,6 +243,7 @@ def _steps(
     with track(divided.model) as peak:
         average = weight_average(recipe, divided.model)
         run = loop.run(divided.forward_backward, optimizer, steps, Start())
+        # The first step is dropped: it also creates the optimizer's state.
         for _ in range(2):
             ledger.take()
             record, _ = next(run)
@@ -315,6 +317,7 @@ def _planned(task: Task, step: RankStep) -> dict[str, Any]:
     tokens = max(len(rows.tokens) for rows in step.micro_batches)
     assert recipe.activation_checkpointing != "auto"
     need = memory(
+        # A packed micro-batch counts as one sample of all its tokens.
         replace(recipe.workload.model_spec(spec.vocabulary, spec.seq_len), seq_len=tokens),
         task.cluster.device,
         machine_of(recipe, task.cluster).stack,
@@ -354,7 +357,7 @@ def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
 
 
 def _run_in_new_group(task: Task, is_primary: bool, steps: Sequence[RankStep]) -> Iterator[object]:
-    """Return the steps of a rank in a new group of workers."""
+    """Build the model as in a new group of workers; return an iterator that trains the steps."""
     recipe, spec = task.recipe, task.spec
     divided = divided_model(
         recipe, spec.vocabulary, spec.seq_len, DEVICE, task.world_size, draws=False
@@ -375,6 +378,7 @@ def _count_graphs() -> Iterator[list[torch.fx.GraphModule]]:
     def compile(*args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **{**kwargs, "backend": backend})
 
+    # Dynamo's counters are global to the process.
     counters.clear()
     with (
         patch.object(torch, "compile", compile),

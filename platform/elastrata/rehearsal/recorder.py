@@ -67,14 +67,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it becomes operators on local tensors first
+            return NotImplemented  # DTensor turns it into operators on local tensors first
         named: dict[str, Any] = kwargs or {}
+        # Outside of the fake mode tensors are real, e.g. in meshes.
         if active_fake_mode() is not self._fake:
             return func(*args, **named)
         if answer := self._answers.get(func):
             return answer(func, args, named)
         pins = named.pop("pin_memory", False) if "pin_memory" in named else False
         out = func(*args, **named)
+        # Fake tensors cannot be pinned, so the recorder remembers which ones would be.
         if pins:
             self._pinned[out.untyped_storage()] = True
         self._enter(func, args, named, out)
@@ -97,6 +99,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.name()
         if name.startswith(_COLLECTIVES):
             self._enter_collective(name, args, kwargs)
+        # The tensor no longer has its known values.
         elif func._schema.is_mutable:
             for written in _tensors(args[:1]):
                 self._known_values.pop(written, None)
@@ -104,6 +107,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._enter_copy(args[1], args[0], args[2:] == (True,) or kwargs.get("non_blocking"))
         elif func is _aten._to_copy.default:
             self._enter_copy(args[0], out, kwargs.get("non_blocking"))
+            # A copy between host and device keeps its values.
             if (known := self._known_values.get(args[0])) is not None and out.dtype == known.dtype:
                 self._known_values[out] = known
         # Only small tensors, whose values the step may read back, such as its sums.
@@ -124,6 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = _tensors((args, kwargs))
         lists = [given for given in (*args, *kwargs.values()) if isinstance(given, list)]
         sizes = [sum(map(_size, _tensors(given))) for given in lists]
+        # The side with all ranks' parts: the output of a gather, the input of a scatter.
         largest = max(tensors, key=_size, default=None)
         axis, ranks = self._axes(_group(args, kwargs))
         alone = _size(largest) if largest is not None else 0
@@ -246,7 +251,7 @@ def _group(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dist.ProcessGrou
         if isinstance(value, torch.ScriptObject):
             try:
                 return dist.ProcessGroup.unbox(value)
-            except RuntimeError:  # another class: how numbers are reduced
+            except RuntimeError:  # another class, such as the reduction's
                 continue
     name: Any = [value for value in arguments if isinstance(value, str)][-1]
     resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]

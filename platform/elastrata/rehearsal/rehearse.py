@@ -53,7 +53,7 @@ def figures(request: Request) -> Rehearsal:
     requested_task = task(request)
     recipe, cluster = requested_task.recipe, requested_task.cluster
     numbers, graphs = ranks(requested_task), request.graphs and recipe.compile
-    context = multiprocessing.get_context("fork")  # which has fake CUDA
+    context = multiprocessing.get_context("fork")  # a spawned process would lack fake CUDA
     with ProcessPoolExecutor(len(numbers) + graphs, mp_context=context) as processes:
         rehearsed = [processes.submit(rehearse_rank, requested_task, number) for number in numbers]
         compiled = processes.submit(rehearse_graphs, requested_task, 0) if graphs else None
@@ -73,7 +73,7 @@ def figures(request: Request) -> Rehearsal:
 
 
 def task(request: Request) -> Task:
-    """Return the task of a request, with a recipe without phases and `auto` keys.
+    """Return the task of a request, with a recipe without phases or `auto` keys.
 
     Raises:
         UserError: the recipe or cluster is invalid; one line for each reason.
@@ -81,6 +81,7 @@ def task(request: Request) -> Task:
     cluster = read_cluster(request.cluster)
     if cluster.device.name == "CPU":
         raise UserError(f"--cluster: {request.cluster}: a rehearsal is of GPUs")
+    # The recipe's own numbers of workers may not fit the rehearsed cluster.
     workers = [f"workers.min={cluster.devices}", f"workers.max={cluster.devices}"]
     recipe = in_steps(load_recipe(request.recipe, [*request.overrides, *workers]))
     if request.phase >= len(recipe.parts):
@@ -127,6 +128,7 @@ def ranks(task: Task) -> list[int]:
     memory."""
     recipe, spec, devices = task.recipe, task.spec, task.cluster.devices
     stages = recipe.parallel.pipeline
+    # Without a plan: the first stage holds most activations, the last one the loss.
     numbers = {0, stages - 1}
     if stages > 1 and isinstance(recipe.workload, Planned):
         model = recipe.workload.model_spec(spec.vocabulary, spec.seq_len)

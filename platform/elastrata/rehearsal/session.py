@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._dynamo  # noqa: F401  before functions of torch are replaced: it makes a table of them
+import torch._dynamo  # noqa: F401  before functions of torch are replaced: it has a table of them
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
@@ -129,6 +129,7 @@ def _replacements(ledger: Ledger) -> Mapping[Callable[..., Any], Callable[..., A
         dist.new_group: fake_group,
         dist.all_gather_object: all_gather_object,
         dist.gather_object: gather_object,
+        # Rank 0's objects are taken as equal to this rank's.
         dist.broadcast_object_list: nothing,
         dist.monitored_barrier: nothing,
         device_mesh.init_device_mesh: _with_real_tensors(device_mesh.init_device_mesh),
@@ -195,6 +196,7 @@ def rehearsal(
     """
     ledger = Ledger()
     with fake_cuda(device, ledger), fake_ranks(ledger, world_size, rank) as axes, ExitStack() as on:
+        # Meshes and constants are real tensors.
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         recorder = Recorder(fake, ledger, axes)
         modes = fake, recorder

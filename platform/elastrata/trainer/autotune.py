@@ -64,6 +64,7 @@ def what_fits(recipe: Recipe, phases: Sequence[Phase]) -> str:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     pairs = zip(recipe.parts, phases, strict=True)
     needs = [_phase(recipe, part, phase, name, world_size) for part, phase in pairs]
+    # The message names one phase: the one that needs most memory.
     choices, taken = max(needs, key=lambda need: need[0].bytes(need[1]))
     smaller = choices.smaller_than(taken)
     fitting = [one for one in smaller.all if smaller.bytes(one) <= USABLE * memory]
@@ -86,6 +87,7 @@ def refuse_what_never_fits(
     for choices, room, name in zip(kinds, memory, names, strict=True):
         smallest = choices.smallest
         needed = choices.bytes(smallest)
+        # A single choice is not automatic: the step itself will show whether it fits.
         if len(choices.all) > 1 and needed > _ERROR * room:
             who = f"a worker on {name}" if len(kinds) > 1 else "a worker"
             lines.append(
@@ -130,6 +132,7 @@ def _phase(
     layout = group_layout(recipe.parallel, world_size)
     cluster = group_cluster(device, world_size, 1)
     one = phase_choices(recipe, part, spec, sizes, layout, cluster)
+    # All policies, also those that the recipe excludes, so that the message can suggest them.
     every = replace(one, policies=policies(recipe), syncs=("step", "micro_batch"))
     if recipe.is_automatic:
         return every, one.smallest
@@ -187,9 +190,11 @@ class KnownChoices:
         found = []
         for key, own, room in zip(keys, choices, memory, strict=True):
             values = dict(self._values.get(key, {}))
+            # A key without an entry counts as too large.
             if values.pop("bytes", room + 1) > room:
                 return None
             found += [one for one in own.all if asdict(one) == {**_USUAL, **values}]
+        # Only micro-batches may differ between kinds: collectives of all ranks have to match.
         are_alike = len({(one.activation_checkpointing, one.gradient_sync) for one in found}) == 1
         return tuple(found) if len(found) == len(keys) and are_alike else None
 
@@ -234,7 +239,10 @@ class Automatic:
         self._synchronize = synchronize
         self._names, self._kind = names, kind
         self._known = KnownChoices()
+        # The largest negated memory is the least of each kind, whose ranks all take the same
+        # choice.
         self._least_memory = [-most for (most,) in self._largest([-memory])]
+        # One for each kind, as the same choice may need another share of another device.
         self._corrections = [Correction() for _ in names]
         self._phase = -1
         self._chosen: JointChoice | None = None
@@ -348,6 +356,7 @@ class Automatic:
     def _measure(self, step: int) -> Chosen | None:
         assert self._chosen is not None
         peak = peak_memory_bytes(self._device)
+        # Memory beyond the usable share first, so that its maximum belongs to the tightest rank.
         measured = self._largest([peak - USABLE * self._memory, self._tokens, peak])
         corrections, before = self._corrections, zip(self._choices, self._chosen, strict=True)
         for own, (choices, choice), (short, tokens, _) in zip(
@@ -355,6 +364,7 @@ class Automatic:
         ):
             own.measured(choices, choice, int(tokens), -short)
         self._apply(self._choose_next())
+        # All corrections have measured the same number of steps.
         self._is_settled = corrections[0].is_over
         if not self._is_settled or not self._is_open:
             return None
@@ -378,6 +388,7 @@ class Automatic:
         self._chosen = chosen
         if chosen[0].activation_checkpointing != self._way:
             self._way = chosen[0].activation_checkpointing
+            # Only on a change, because setting it again would wrap and compile the blocks anew.
             self._recompute(self._way)
         self._synchronize(chosen[0].gradient_sync)
 
@@ -411,10 +422,12 @@ class Automatic:
 
     def _largest(self, values: Sequence[float]) -> list[list[float]]:
         """Return the elementwise maxima of values over the ranks of each kind. Collective."""
+        # float64 holds byte counts exactly. MAX ignores -inf, which stands for other kinds.
         values_by_kind = torch.full(
             (len(self._names), len(values)), -torch.inf, dtype=torch.float64
         )
         values_by_kind[self._kind] = torch.tensor(values, dtype=torch.float64)
+        # All ranks have the same phases, so either all reduce or none.
         if self._phases and dist.is_initialized():
             values_by_kind = values_by_kind.to(self._device)
             dist.all_reduce(values_by_kind, op=dist.ReduceOp.MAX)
@@ -492,6 +505,7 @@ def _choices(
 def _budgets(data: Batches, kind: RankKind) -> list[int]:
     """Return the token budgets that a kind's micro-batches may have, ascending."""
     sizes = (data.tokens_per_micro_batch, *data.larger_budgets)
+    # A kind whose limit is below all sizes has one size, its limit.
     return [size for size in sizes if kind.budget(size) == size] or [kind.budget(sizes[0])]
 
 

@@ -27,6 +27,7 @@ WINDOW = 64
 RECENT = 6
 """Number of newest steps that are compared with the older ones. If they differ, the rank's pace has
 changed, and the older steps are dropped."""
+# Floors: a few similar steps would otherwise pass for certainty.
 _LEAST_SPREAD = 0.01
 _LEAST_JUMP = 0.05
 _MEDIAN_ERROR_FACTOR = math.sqrt(math.pi / 2)
@@ -109,6 +110,7 @@ class Paces:
         newest = _median_and_spread(logs[-RECENT:])
         before = _median_and_spread(np.where(counts, logs, np.nan)[:-RECENT])
         spreads = np.maximum(before[1], _LEAST_SPREAD)
+        # Standard error of the difference between the medians of newest and older steps.
         error = _MEDIAN_ERROR_FACTOR * spreads * np.sqrt(1 / RECENT + 1 / np.maximum(before[2], 1))
         limit = np.maximum(certain(self._num_ranks, before[2]) * error, _LEAST_JUMP)
         jumped = (before[2] >= RECENT) & (np.abs(newest[0] - before[0]) > limit)
@@ -121,6 +123,7 @@ class Paces:
         # ranks.
         spread = np.maximum(spread, _median(np.maximum(spread, _LEAST_SPREAD)[:, None])[0])
         errors = _MEDIAN_ERROR_FACTOR * spread / np.sqrt(np.maximum(number, 1))
+        # A rank without rows has no pace yet, so its entry starts now.
         since = np.where(number > 0, self._since, steps[-1])
         return Estimate(np.exp(middle), errors, number, since)
 
@@ -178,6 +181,7 @@ class SpeedController:
         wanted = quantized(paces.tolist())
         if wanted == tuple(dealt_by):
             return None
+        # Steps are dealt ahead, so the new speeds take effect only some steps later.
         self._requested, self._requested_at = wanted, step
         return wanted
 
@@ -253,6 +257,7 @@ class Pacing:
     def __call__(self, rank_step: RankStep, efforts: Sequence[Effort]) -> None:
         """Add a finished step with the efforts by rank; empty if they are unknown."""
         seconds = np.array([effort.seconds for effort in efforts])
+        # Zero means that a rank has no measurement yet.
         if not len(seconds) or not seconds.all():
             return
         step = rank_step.step
@@ -275,6 +280,7 @@ class Pacing:
             is_known = estimate.num_steps[rank] >= _LEAST_STEPS and np.isfinite(factor)
             if not is_known:
                 continue
+            # Two thresholds, so that a rank near one of them is not reported again and again.
             is_slow = factor < SLOW and -np.log(factor) > doubts[rank]
             if is_slow and rank not in self._slow:
                 self._slow.add(rank)

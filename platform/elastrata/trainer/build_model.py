@@ -110,11 +110,14 @@ def _sharded(
         parallel=recipe.parallel,
         tensor_parallel=workload.tensor_parallel if isinstance(workload, TensorParallel) else None,
     )
+    # The model is on the meta device until here, so no rank ever holds all of it.
     allocate(model, device)
     outline.fill_buffers(model)
     clip = build_clip(
         recipe.clip,
         model,
+        # Virtual ranks promise the same bits at any world size, so the norm is summed in a fixed
+        # order.
         ordered=recipe.parallel.virtual_ranks is not None,
         # Sparse phases zero gradients, and micro-batches add theirs up, after the backward passes.
         late=recipe.parallel.gradient_sync != "step" or any(p.sparsity for p in recipe.parts),
@@ -122,6 +125,7 @@ def _sharded(
     sync = sync_at_first(recipe.parallel.gradient_sync)
     forward_backward = WholeModel(model, recipe.workload, sync)
     blocks = recipe.workload.blocks(model)
+    # Deferred, because a resumed run overwrites all weights anyway.
     compile, draw = _compiles(recipe, device), partial(outline.draw, model)
     return DividedModel(model, forward_backward, clip, blocks, compile=compile, draw=draw)
 
@@ -141,6 +145,7 @@ def phase_masks(recipe: Recipe, divided: DividedModel) -> Masks | None:
         sharded=sharded,
         pipeline=divided.pipeline,
     )
+    # Without kernels the masks still hold weights at zero; products are just not faster.
     if _skips_zeros(recipe) and has_kernels(current_device()):
         use_kernels(divided.model, matrices, masks.is_in_fours)
     return masks

@@ -94,6 +94,7 @@ class CheckpointManager:
         request = self._reporter.request()
         is_new = request != self._serving
         self._serving = request
+        # Each request is acted on once; after that, the same one is still pending in the channel.
         if request and is_new:
             self._reporter.on_request(request)
             return request.action
@@ -106,6 +107,8 @@ class CheckpointManager:
         self._newest = self._saving(record)
         seconds = 0.0
         if action > Action.GO_ON or is_last or record.step % self._config.every == 0:
+            # The group ends after this step, so the save waits for the previous one instead of
+            # being skipped.
             seconds += self._save_durably(waits=action >= Action.HALT or is_last)
         if self._in_memory:
             self._in_memory.add_step(record)
@@ -133,7 +136,7 @@ class CheckpointManager:
         if self._reporter.is_first and self._serving and self._newest:
             self._reporter.on_halt(self._newest.step, self._serving)
         agreed: list[Any] = [self._serving]
-        dist.broadcast_object_list(agreed, src=0)  # last: who has it may end
+        dist.broadcast_object_list(agreed, src=0)  # last: a rank that has it may end the process
         return cast(ControlSignal, agreed[0])
 
     def leave(self) -> None:
@@ -165,6 +168,7 @@ class CheckpointManager:
     def _saving(self, record: StepRecord) -> Saving:
         extra: dict[str, Any] = {"world_size": record.world_size, "loss": record.loss}
         extra |= self._extra()
+        # An older evaluation says nothing about this state, and `keep_best` compares by it.
         if evaluation := self._reporter.evaluation_of(record.step):
             extra[EVALUATION_LOSS] = evaluation.loss
             extra[EVALUATION] = evaluation.to_metrics()
@@ -173,6 +177,7 @@ class CheckpointManager:
     def _save_durably(self, *, waits: bool) -> float:
         """Save to storage, or postpone that if the previous save is not complete and `waits` is
         false. Returns the seconds that this took."""
+        # `waits` is equal on all ranks, so either all of them or none reach the collective.
         self._is_overdue = not waits and not self._durable.all_idle()
         if self._is_overdue:
             return 0.0
@@ -181,6 +186,7 @@ class CheckpointManager:
 
     def _copy(self, copies: MemoryCopies, step: int, *, asked: bool) -> float:
         """Copy into memory if a copy is due or `asked` for, and there is room. Returns seconds."""
+        # The same on all ranks, so that all or none reach the collectives behind it.
         if (asked or copies.is_due(step)) and copies.has_room(self._state):
             return copies.copy(step, self._save)
         return 0.0
@@ -212,6 +218,7 @@ class CheckpointManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # After an error other ranks may be gone, and a collective save would hang.
         if error is None:
             self._make_safe(in_memory=False)
             self._durable.close()
@@ -260,6 +267,7 @@ class CopyInterval:
         if not beside:
             self._seconds_without_copy.append(seconds)
         elif self._cost is not None and self._seconds_without_copy:
+            # A step during a copy competes with it for cores; its extra time is part of the cost.
             self._cost += max(0.0, seconds - median(self._seconds_without_copy))
 
     def start_copy(self, seconds: float) -> None:
@@ -316,12 +324,14 @@ class MemoryCopies:
 
     def is_due(self, step: int) -> bool:
         """Return whether a copy is due after that step."""
+        # Until the first copy its cost is unknown, so the interval of the recipe applies.
         if self._interval is None or not self._next:
             return step % self._every == 0
         return step >= self._next
 
     def has_room(self, state: Callable[[], dict[str, Any]]) -> bool:
         """Return whether copies of such a state fit into memory; warns once if they do not."""
+        # Decided once: the size of the state is the same for the whole attempt.
         if self._has_room is None:
             parts: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(parts, (self._replicas.node, state_bytes(state())))
@@ -346,6 +356,7 @@ class MemoryCopies:
             Seconds that the training waited.
         """
         started = time.perf_counter()
+        # A stuck copy is waited for once; otherwise every due copy would stop the steps for 5 s.
         self.saver.wait(0.0 if self._is_stuck else _SECONDS_FOR_A_COPY)
         self._is_stuck = not self.saver.all_idle()
         every = self._agree_on_interval()
@@ -363,6 +374,8 @@ class MemoryCopies:
         """Return the longest interval that any rank wants. Collective."""
         if self._interval is None:
             return self._every
+        # The longest interval, because every rank takes part in a copy and one may find it
+        # expensive.
         wanted = torch.tensor(self._interval.steps, dtype=torch.int32)
         dist.all_reduce(wanted, dist.ReduceOp.MAX)
         return int(wanted.item())

@@ -61,14 +61,18 @@ def phase_data(recipe: Recipe, part: PhaseKeys, sets: Mapping[str, FoundSet]) ->
             continue
         training.append(found)
         if held_out_set:
+            # By address, because all sources share the data set of `evaluation.path`.
             held_out[held_out_set.storage.uri()] = held_out_set
     if recipe.target and not held_out and not problems:
         problems.append(_missing_target_problem(recipe, training))
+    # Sources are compared only if all could be read.
     if part.data.sources and len(training) == len(names):
         problems += mixture_problems(part, [found.manifest for found in training])
     for extra in sets.values():
         problems += _length_problems(part, extra.manifest, extra.storage.uri())
     if problems:
+        # Sources with a common held-out data set report its problems twice; each line is shown
+        # once.
         raise UserError(*dict.fromkeys(problems))
     evaluated = list(held_out.values())
     further = {
@@ -111,6 +115,7 @@ def _check_data_set(
     found = _DataSet(storage=storage, manifest=manifest, name=name)
     if held_out is None:
         return found, None
+    # The data set of `evaluation.path` belongs to no source, so it is not mixed.
     own_name = "" if recipe.evaluation.path else name
     return found, _DataSet(storage=held_out[0], manifest=held_out[1], name=own_name)
 
@@ -169,6 +174,7 @@ def _batches(
         url=first.storage.uri(),
         manifest=first.manifest,
         order=order,
+        # Fixed cost of a micro-batch in token equivalents, so that the deal weighs their number.
         work=replace(work, fixed=FIXED_TOKENS * work.linear),
         tokens_per_micro_batch=cuts[0],
         virtual_ranks=recipe.parallel.virtual_ranks,
@@ -200,6 +206,7 @@ def _missing_files(storage: Storage, manifest: Manifest) -> list[str]:
 
 def _size_problems(part: PhaseKeys, place: str, manifest: Manifest) -> list[str]:
     problems = []
+    # Sources are checked by their share of the batch in `_small_source_problems`.
     if part.batch_size > manifest.samples and not part.data.sources:
         problems.append(
             f"batch_size: {part.batch_size}: larger than the data set "
@@ -335,6 +342,7 @@ def limit_problems(
     permits."""
     try:
         placed = one_after_another(phases, origin)
+    # one_after_another() cannot place phases whose sources all run out.
     except ValueError:
         return [_exhaustion_problem(recipe, phases)]
     sizes = [phase.size for phase in placed]
@@ -355,8 +363,10 @@ def _limit_lines(recipe: Recipe, number: int, phase: Phase, taken: dict[str, int
         zip(data.sources, phase.batches.sources, phase.limits, strict=True)
     ):
         count = taken.get(found.url, 0)
+        # With redistribution a source just ends, and the others take its share.
         if limit is None or count <= limit or phase.redistributes:
             continue
+        # Rounded up to two decimals, so that the suggested value is sufficient.
         least = math.ceil(count / found.manifest.samples * 100) / 100
         yield (
             f"data.sources.{at}.max_epochs: {source.max_epochs:g}: {count:,} samples of "

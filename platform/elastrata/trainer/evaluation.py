@@ -66,6 +66,7 @@ def _mismatch_problems(found: FoundSet, training: Sequence[Manifest]) -> Iterato
     ):
         value = getattr(found.manifest, field)
         expected = dict.fromkeys(getattr(manifest, field) for manifest in training)
+        # Without training data its own problems are reported already.
         if training and value not in expected:
             usual = " or ".join(map(str, expected))
             yield (

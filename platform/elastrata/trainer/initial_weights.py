@@ -51,6 +51,7 @@ def find_parent(
         return None
     identity = read_identity(run)
     before = identity.parent if identity else None
+    # From the first checkpoint on, the run's weights are its own.
     if before and commits(run.sub("checkpoints")):
         return before
     found = _find_weights(begin, recipe, data, warn, before.commit if before else None)
@@ -102,6 +103,7 @@ def run_parent(
         raise UserError(f"{begin.weights}: no run here ({RUN_FILE} is missing)")
     checkpoints = run.sub("checkpoints")
     commit = chosen_commit(run, folder or begin.revision or "newest", _KEY)
+    # All checksums, once: later starts only compare the marker.
     if damaged := problems(checkpoints, commit):
         raise UserError(f"{_KEY}: checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     before = read_recipe(run, identity)
@@ -114,6 +116,7 @@ def run_parent(
     return Parent(
         kind="run",
         url=run.uri(),
+        # The marker has the checksums of all files, so its own identifies them.
         sha256=checkpoints.sha256(commit.folder, MARKER),
         num_ids=given.num_ids,
         commit=commit.folder,
@@ -251,6 +254,7 @@ def _match_model(
         why = error.errors()[0]["msg"]
         raise UserError(f"{where}: no model of workload {workload.name} ({why})") from None
     architecture = {k: v for k, v in theirs.architecture().items() if k in settings}
+    # Otherwise tensors are compared with the folder's own model, for readable differences.
     is_same = architecture.items() <= workload.architecture().items()
     return architecture, (workload if is_same else theirs).counterpart(vocabulary)
 
@@ -283,11 +287,13 @@ def _value_problems(
     name: str,
 ) -> Iterator[str]:
     """Yield a line for tied tensors that differ, and for non-zero biases that the model lacks."""
+    # Some files hold both of two tied tensors; only one of them is loaded.
     for tied, other in table.tied.items():
         if tied in names and not torch.equal(
             _read_whole(weights, names[tied]), _read_whole(weights, names[other])
         ):
             yield f"{_KEY}: {name}: {tied} differs from {other}, though the model ties them"
+    # Biases of zero are lost without a change of the outputs.
     lost = [
         bias
         for bias in sorted(table.zeros(ours))
@@ -363,6 +369,7 @@ def fit_problems(
         for key in begin.may_differ
         if key not in ours
     ]
+    # With another architecture, every tensor would differ; the keys are the better message.
     lines = lines or [f"{_KEY}: {line}" for line in _tensor_problems(given, recipe, data)]
     return [*lines, *_vocabulary_problems(given, begin, data)]
 
@@ -423,6 +430,7 @@ def _describe_changed_ids(theirs: GivenTokenizer | None, data: Storage, manifest
     if theirs is None or theirs.fingerprint == manifest.tokenizer_fingerprint:
         return ""
     ours = data_tokenizer(data, manifest).ids
+    # Without both tokenizers' files, different fingerprints count as different ids.
     if theirs.ids is None or ours is None:
         return f"its fingerprint is {manifest.tokenizer_fingerprint}, not {theirs.fingerprint}"
     moved = sorted(

@@ -110,6 +110,7 @@ def training_data(recipe: Recipe, origin: ForkOrigin | None = None) -> TrainingD
     Raises:
         UserError: one line for each problem.
     """
+    # Durations in epochs or tokens become steps, by the data sets that exist.
     recipe = in_steps(recipe)
     sets, problems = found_sets(recipe.evaluation)
     found = []
@@ -192,6 +193,7 @@ def check_storage(storage: Storage) -> None:
         with storage.without_leftovers():
             storage.write(b"probe", probe)
             storage.delete(probe)
+    # Each kind of storage raises errors of its own library.
     except Exception as error:
         raise UserError(
             f"storage: {storage.url}: cannot be written ({type(error).__name__}: {error})"

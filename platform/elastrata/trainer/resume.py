@@ -52,6 +52,7 @@ def newest_state(
     """
     checkpoints = run.sub("checkpoints")
     lineage = history.read_lineage(run.sub("history"))
+    # Searched first, because it decides whether an invalid folder of checkpoints is an error.
     copy = newest_replica(replicas, lineage.counts) if replicas else None
     try:
         saved = commits(checkpoints)
@@ -61,9 +62,10 @@ def newest_state(
         warn(str(error))
         return _resume_at(copy, "hot")
     counting = [commit.place for commit in saved if lineage.counts(*commit.place)]
-    # A tie goes to memory, which is read without storage.
+    # A tie goes to the in-memory checkpoint, which loads faster.
     if copy and copy.place >= max(counting, default=(0, 0)):
         return _resume_at(copy, "hot")
+    # Checkpoints outside the history: a new start would silently discard them.
     if saved and not counting:
         raise UserError(*contradictions(run, saved, lineage))
     durable = newest_verified(checkpoints, warn, lineage.counts)

@@ -171,6 +171,7 @@ class Trainer:
         Raises:
             UserError: the commit is damaged or belongs to another model.
         """
+        # After a fork with another optimizer, its saved state fits no longer.
         optimizers = () if commit.extra.get(FRESH_OPTIMIZER) else (self.optimizer,)
         restore(checkpoints, commit, self.model, *optimizers)
         if self._masks:
@@ -227,6 +228,7 @@ class Trainer:
             on_choice=reporter.on_choice,
             on_times=on_times,
         )
+        # Ends the background work of the steps when the caller closes this generator.
         with closing(self.steps(stream, start, hooks)) as steps:
             for record, action in steps:
                 reporter.on_step(record)
@@ -235,10 +237,12 @@ class Trainer:
                 if due := held_out.due(record):
                     losses, seconds = self.evaluate(due)
                     metrics = dict(reporter.on_evaluation(record.step, losses, seconds))
-                    # Metrics may differ between ranks in their last bit: rank 0 decides.
+                    # Rank 0 decides, so that all ranks stop at the same step.
                     if target and agreed(reached(target, metrics)):
                         reporter.on_target(record, target.metric, metrics[target.metric])
                         is_last = True
+                # After the evaluation, which the commit carries, and before the yield, as the
+                # caller may stop at any step that it has received.
                 checkpoints.save(record, action, is_last=is_last)
                 yield TrainedStep(
                     record=record,
@@ -257,7 +261,7 @@ class Trainer:
 
         Yields:
             The record of every step, and the action that all ranks have agreed on. Once the
-                generator is closed, no background work is left.
+            generator is closed, no background work is left.
 
         Raises:
             MisdealtError: the stream has steps of other ranks, or not the remaining steps.
@@ -285,6 +289,7 @@ class Trainer:
         )
         with self._convert_out_of_memory(), closing(run):
             for record, action in run:
+                # A skipped step changed no weights.
                 if self._average and not record.skipped:
                     self._average.stepped(record.step)
                 yield record, action
@@ -424,11 +429,13 @@ class Loop:
         hooks = hooks or LoopHooks()
         prepare = partial(self._prepare_step, forward_backward)
         background = self.background(self.device)
+        # Own times are only compared between ranks, so a single rank needs no hooks in its blocks.
         timer = own_time(self.device, self.blocks if self.world_size > 1 else ())
         samples, tokens = start.samples, start.tokens
         next_sums: Mapping[str, float] | None = None
         foreseen = chooser.foreseen if chooser else _same_step
         with closing(timer), Prefetch(stream, prepare, foreseen, background) as steps:
+            # The peak of the build would hide that of the steps.
             forget_peak(self.device)
             stopwatch, dealt_by = Stopwatch(), Speeds()
             # A chooser asks for a step when the one before is finished and measured.
@@ -440,6 +447,8 @@ class Loop:
                 batch = next_sums or reduce_sums(ready.sums, is_primary=self.is_primary)
                 check_same_deal(batch, rank_step.speeds)
                 stopwatch.passed("seconds_collating")
+                # Masks that begin with this step change weights, and a copy of them may be in
+                # progress.
                 if self.step_hooks.changes_before(rank_step.step):
                     hooks.before_change()
                 self.step_hooks.before_step(rank_step.step, optimizer)
@@ -472,6 +481,7 @@ class Loop:
                     tokens=tokens,
                     lr=lr,
                     **self._step_fields(rank_step),
+                    # Recorded only if they change, as they are one number per rank.
                     speeds=rank_step.speeds if rank_step.speeds != dealt_by else (),
                     **_effort_fields(message.efforts),
                     **forward_backward.figures(),
@@ -481,10 +491,10 @@ class Loop:
                     **self._time_fields(stopwatch, batch["flops"]),
                 )
                 hooks.on_times(rank_step, message.efforts)
-                yield (
-                    record if chooser is None else replace(record, **chooser.figures()),
-                    (message.action),
-                )
+                if chooser:
+                    record = replace(record, **chooser.figures())
+                yield record, message.action
+                # After the yield, so that evaluation and saving count for no step.
                 stopwatch, dealt_by = Stopwatch(), rank_step.speeds
 
     def _write_message(
@@ -541,6 +551,7 @@ class Loop:
         }
 
     def _time_fields(self, stopwatch: Stopwatch, flops: float) -> dict[str, Any]:
+        # Copied before `rest` is added, which belongs to the total only.
         phases = dict(stopwatch.seconds)
         stopwatch.passed("rest")
         seconds, peak = sum(stopwatch.seconds.values()), peak_flops(self.device)
@@ -571,6 +582,7 @@ def _nonfinite_message(step: int, result: StepResult) -> str:
 
 def _effort_fields(efforts: Sequence[Effort]) -> dict[str, Any]:
     seconds = [effort.seconds for effort in efforts]
+    # A time of zero was not measured, e.g. on a GPU whose first events are not finished.
     if not seconds or not all(seconds):
         return {}
     longest = max(seconds)

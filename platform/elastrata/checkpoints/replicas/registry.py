@@ -34,6 +34,7 @@ class Listing:
     """Handle of the store on each node."""
 
 
+# It claims no CPU, which belongs to the workers, and Ray restarts it if it is killed.
 @ray.remote(num_cpus=0, max_restarts=-1)
 class ReplicaRegistry:
     """Registry of the stores, one on every node that needs one. The stores end with the registry,
@@ -78,6 +79,7 @@ class ReplicaRegistry:
 
     async def listing(self) -> Listing:
         """Return the files of all stores that answer in time."""
+        # A copy, because other requests may change the stores during the wait.
         stores = dict(self._stores)
         listed = await asyncio.gather(*map(self._sizes, stores.values()))
         sizes: dict[str, int] = {}
@@ -120,6 +122,7 @@ class ReplicaRegistry:
         held = (await self.listing()).sizes
         whole = {path.partition("/")[0] for path in held if path.endswith(f"/{MARKER}")}
         for folder in {path.partition("/")[0] for path in held} - whole:
+            # The present group may be writing its folders right now.
             if group_of(folder) != self._group:
                 await self.delete(folder)
 
@@ -154,6 +157,7 @@ class ReplicaRegistry:
         return await self._wait_until_started(self._stores[node], node, seconds)
 
     async def _wait_until_started(self, store: Any, node: str, seconds: float) -> Any:
+        # The start of a process takes longer than an answer.
         limit = seconds if node in self._started else START_SECONDS
         try:
             await asyncio.wait_for(store.sizes.remote(), limit)

@@ -32,6 +32,7 @@ from elastrata.checkpoints.replicas.store import CHUNK_BYTES, answered
 _ANSWER_SECONDS = 5.0
 _FIRST_LOOK_SECONDS = 5.0
 """Time for the stores to start, after which the registry is asked for a sign of life."""
+# Two, so that one is copied into the stores while the next one is filled.
 _CHUNKS_IN_FLIGHT = 2
 _CHUNK_SECONDS = 20.0
 """Timeout of a chunk to all its stores: 16 MiB in 20 s allow for about 1 MB/s."""
@@ -51,6 +52,7 @@ class Replicas:
         self._seen: Listing | None = None
 
     def __reduce__(self) -> tuple[type[Replicas], tuple[Any]]:
+        # Without the listing, which would be stale in another process.
         return Replicas, (self.registry,)
 
     @property
@@ -100,10 +102,10 @@ class Replicas:
         path = "/".join(parts)
         try:
             return self._copy_to_this_process(path)
-        # An OSError, too, but no other store can have the file.
+        # A subclass of OSError, but a second look would not help.
         except FileNotFoundError:
             raise
-        except OSError:  # who had it may have died since the last look
+        except OSError:  # a store may have died since the last listing
             self._seen = None
             return self._copy_to_this_process(path)
 
@@ -144,6 +146,7 @@ class Replicas:
     def _copy_to_this_process(self, path: str) -> io.BytesIO:
         listing = self._listing_with(path)
         problem = OSError()
+        # The copy on this node first: it does not use the network.
         for node in sorted(listing.holders[path], key=lambda node: node != self.node):
             try:
                 return _fetch(listing.stores[node], path, listing.sizes[path])

@@ -100,6 +100,7 @@ class ReplicaStore:
     def _free(self, *chunks: Chunk) -> None:
         for chunk in chunks:
             self._used -= chunk.nbytes
+            # Only full chunks have the same size and are worth keeping.
             if chunk.nbytes == CHUNK_BYTES:
                 self._spare.append(chunk)
 
@@ -163,4 +164,5 @@ def most_per_node(parts: Sequence[tuple[str, int]]) -> int:
     ring = sorted(own)
     if len(ring) == 1:
         return _STATES * own[ring[0]]
+    # Sorted, the ring has the order in which `ring_from` assigns second copies.
     return _STATES * max(own[node] + own[ring[place - 1]] for place, node in enumerate(ring))
