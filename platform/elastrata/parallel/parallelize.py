@@ -180,7 +180,7 @@ def _shard(
     exchange = _build_exchange(data_mesh, parallel)
     reduction = _build_reduction(data_mesh, parallel.reduce_dtype, overlap, exchange)
     # A `Reduction` sums over copies itself.
-    shards = data_mesh["shard"] if reduction else data_mesh  # ours sums over copies itself
+    shards = data_mesh["shard"] if reduction else data_mesh
     # None is FSDP2's default: it reshards all modules but the outermost.
     reshard = None if parallel.reshard_after_forward else False
     for module in (*blocks, model):

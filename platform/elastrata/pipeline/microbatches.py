@@ -55,9 +55,9 @@ def bubble(
     A rank executes its actions in order, each as soon as its inputs are available. A forward pass
     takes the cost of its stage. Each part of a backward pass takes the same, and B and I also take
     the recomputation. Messages take no time. With stages of equal cost, p ranks and m
-    micro-batches, the result is (p - 1) / (m + p - 1) for GPipe and 1F1B, and (p - 1) / (v m + p - 1) for
-    interleaving with v stages on a rank (Narayanan et al. 2021, arXiv 2104.04473, section 2.2, over
-    the whole step).
+    micro-batches, the result is (p - 1) / (m + p - 1) for GPipe and 1F1B, and
+    (p - 1) / (v m + p - 1) for interleaving with v stages on a rank (Narayanan et al. 2021,
+    arXiv 2104.04473, section 2.2, over the whole step).
 
     Args:
         order: actions of every rank.
