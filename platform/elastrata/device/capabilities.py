@@ -93,7 +93,9 @@ def capabilities(device: torch.device, *, tries_kernels: bool = False) -> Device
     return DeviceCapabilities(
         device=f"a {torch.cuda.get_device_name(device)}",
         capability=capability,
+        # From Ampere on. PyTorch's own check also accepts emulation.
         has_bf16=capability >= (8, 0),
+        # Triton compiles its launchers with a C compiler; on a CPU, torch.compile generates C++.
         missing_compiler=_missing_compiler("CC", "gcc", "clang"),
         skips_zeros=tries_kernels and has_kernels(device),
     )
@@ -152,6 +154,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of the GPU since `forget_peak`, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # Linux reports kilobytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -174,6 +177,7 @@ def memory_of_worker(device: torch.device, per_node: int, most_gb: float | None 
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
+        # PyTorch's cached memory is in use for the driver, but available to this process.
         usable = free + torch.cuda.memory_reserved(device)
     else:
         usable = _resident_bytes() + spare_bytes() // per_node
@@ -184,6 +188,7 @@ def _resident_bytes() -> int:
     """Return the memory of this process."""
     if not _STATM.exists():  # not Linux: count nothing
         return 0
+    # The second field is the number of resident pages.
     return int(_STATM.read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
 
 
@@ -193,6 +198,7 @@ def spare_bytes() -> int:
         return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    # /proc/meminfo is the machine's even inside of a container.
     return min([1024 * kilobytes, *_spare_of_container()])
 
 

@@ -24,6 +24,7 @@ class Readback:
         if numbers.device.type != "cuda":
             self._numbers = numbers
             return
+        # Pinned, as only such copies are asynchronous.
         self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         self._numbers.copy_(numbers, non_blocking=True)
         # The host waits for this event only, and not for work that the device receives later.

@@ -37,6 +37,7 @@ class SemiStructured(torch.autograd.Function):
     ) -> Tensor:
         """Multiply by the compressed weight."""
         flat = inputs.reshape(-1, inputs.shape[-1])
+        # The plain weight: the backward pass is dense.
         ctx.save_for_backward(flat, weight)
         ctx.shape = inputs.shape
         return F.linear(flat, compress(weight), bias).reshape(*inputs.shape[:-1], -1)
@@ -98,6 +99,7 @@ def has_kernels(device: torch.device) -> bool:
     weight[:, 0::4] = weight[:, 3::4] = 0
     try:
         product = F.linear(inputs, compressed(weight))
+    # Builds of PyTorch without the library fail in different ways.
     except (RuntimeError, NotImplementedError, ValueError):
         return False
     expected = F.linear(inputs.float(), weight.float())

@@ -122,6 +122,7 @@ class Lamb(Optimizer):
 def trust_ratios(weights: Tensor, updates: Tensor, smallest: float, largest: float) -> Tensor:
     """Return the trust ratios from the norms of weights and updates, all of shape [tensors]."""
     ratios = (weights / updates).clamp(smallest, largest)
+    # Weights that start at zero would otherwise never move.
     return torch.where((weights > 0) & (updates > 0), ratios, 1.0)
 
 
@@ -146,6 +147,7 @@ def _global_norms(parameters: Sequence[Tensor], *shards: Sequence[Tensor]) -> Te
     for number, parameter in enumerate(parameters):
         for axis in sharding_axes(parameter):
             columns.setdefault(axis, []).append(number)
+    # Only the columns of the tensors that the axis divides: the others are complete on every rank.
     for axis, numbers in columns.items():
         # Indexing with a list would make the host wait for the device.
         places = to_device(torch.tensor(numbers), squares.device)

@@ -107,9 +107,11 @@ def _on_parts(parts: Sequence[_Part], function: Callable[[Tensor], Tensor]) -> l
         _Part(part.whole, part.axes[1:], torch.cat(pieces, part.axes[0].dim))
         for part, pieces in zip(own_parts, zip(*received, strict=True), strict=True)
     ]
+    # The other axes divide the joined matrices further, or different matrices.
     results = _on_parts([*joined, *(parts[i] for i in others)], function)
 
     by_part = dict(zip(others, results[len(own_parts) :], strict=True))
+    # The first results are those of this rank's matrices; the rest are of `others`.
     columns = zip(*shapes, strict=True)
     pieces = [
         torch.split(result, [shape[part.axes[0].dim] for shape in column], part.axes[0].dim)
@@ -148,6 +150,7 @@ def _exchange(
 ) -> list[list[Tensor]]:
     """Send `parts[r]` to rank r of the group, and return the tensors of `shapes[r]` that rank r
     sent."""
+    # `empty`, as a rank may have nothing to send, and `cat` needs a tensor.
     outgoing = torch.cat([empty, *(part.reshape(-1) for theirs in parts for part in theirs)])
     sizes = [[shape.numel() for shape in theirs] for theirs in shapes]
     incoming = empty.new_empty(sum(map(sum, sizes)))

@@ -45,6 +45,7 @@ class Outline:
         with _registration_hook(lambda _, __, parameter: parameters.append(parameter)):
             self.model = meta_model(build)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        # By the order of registration: the second model's parameters are other objects.
         self._names = [names.get(id(parameter)) for parameter in parameters]
 
     def draw(self, divided: nn.Module) -> None:
@@ -165,6 +166,7 @@ class _InitMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         num_bytes = parameter.untyped_storage().nbytes()
         is_blank = key in self._uninitialized
         new = _Parameter(name, parameter.detach(), num_bytes, is_kept=not is_blank)
+        # The first operator that initialises it allocates the memory again.
         new.free()
         self._parameters[key] = new
 

@@ -119,6 +119,7 @@ class GivenConfig(SparsityKeys):
 
 
 def _with_default_method(value: Any) -> Any:
+    # The discriminated union needs a method before it validates.
     return {"method": "static", **value} if isinstance(value, dict) else value
 
 

@@ -72,6 +72,7 @@ def layer_of(parameter: str) -> str:
 def layers_named(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """Return the names that match any of the patterns, in their order."""
     wanted = list(patterns)
+    # `fnmatch` ignores case on some systems.
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
 
 
@@ -105,6 +106,7 @@ def erdos_renyi(shapes: Shapes, level: float) -> dict[str, float]:
         if not rest:
             return dict.fromkeys(shapes, 0.0)
         kept = (1 - level) * sum(rows * columns for rows, columns in shapes.values())
+        # Dense layers use up a part of the weights to keep.
         kept -= sum(rows * columns for rows, columns in (shapes[name] for name in dense))
         scale = kept / sum(rows + columns for rows, columns in rest.values())
         shares = {name: scale * (m + n) / (m * n) for name, (m, n) in rest.items()}
@@ -162,6 +164,7 @@ def _unknown_layers(
 
 def _nearest(pattern: str, shapes: Shapes) -> list[str]:
     """Return the names most similar to the pattern, with `*` for numbers."""
+    # Equal layers of different blocks would otherwise fill the suggestions.
     names = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in shapes))
     return get_close_matches(pattern, names, n=_NUM_NEAREST, cutoff=0.0)
 
@@ -234,6 +237,7 @@ def sparsity_plan(
     dense = _FORWARD_AND_BACKWARD * int(work(seq_len))
     number = sum(zeros.values())
     updates = _num_updates(config, steps) / steps
+    # A step that updates masks needs the gradients of all weights, and saves less.
     saved = flops_of_zeros(number, seq_len) * (1 - updates)
     saved += flops_of_zeros(number, seq_len, dense_gradient=True) * updates
     return SparsityPlan(

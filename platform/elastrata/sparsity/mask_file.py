@@ -79,6 +79,7 @@ def read_masks(path: str, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
 def _read(path: str) -> bytes:
     folder, slash, name = path.rpartition("/")
     try:
+        # Limited, as the path may name any file or URL.
         return read_bytes(Storage(folder or slash or "."), name, most=_MOST_BYTES)
     except FileNotFoundError:
         raise UserError(f"sparsity.masks: {path}: no such file") from None

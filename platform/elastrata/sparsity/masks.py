@@ -100,6 +100,7 @@ class Masks(StepHooks):
         if number == self._phase_number:
             return
         is_first, self._phase_number = self._phase_number < 0, number
+        # A phase with the same sparsity as the previous one continues with its masks.
         if is_first or self._sparsity != before:
             for module in self._sharded:
                 # An evaluation may have left the earlier weights gathered.
@@ -117,6 +118,7 @@ class Masks(StepHooks):
             finite: whether the step's loss is finite; otherwise masks do not change. Read only in
                 steps that update masks.
         """
+        # Reading `finite` waits for the device, hence only in steps that need it.
         if self.is_update and finite and all_finite(self._gradients):
             self._update(optimizer)
         for name, mask in self._masks.items():
@@ -181,6 +183,7 @@ class Masks(StepHooks):
             self._set_masks(
                 {name: no_mask(self._matrices[name]) for name in self._sparse_levels(config)}
             )
+            # `load` fills tensors in place, so they must exist with their layout.
             load({MASKS: self._masks})
             self._count()
         else:
@@ -274,6 +277,7 @@ class Masks(StepHooks):
             is_zero = mask_before | masks[name] if name in masks else mask_before
             local(matrix).masked_fill_(is_zero, 0.0)
             for value in optimizer.state.get(matrix, {}).values():
+                # Running means; the count of steps is a scalar.
                 if isinstance(value, Tensor) and value.shape == matrix.shape:
                     local(value).masked_fill_(is_zero, 0.0)
         self._set_masks(masks)
@@ -301,4 +305,5 @@ class Masks(StepHooks):
 
 def _is_stored(config: AnySparsity | None) -> bool:
     """Return whether checkpoints need the masks, as they do not follow from the recipe alone."""
+    # RigL's masks depend on gradients, and a file may change or disappear.
     return isinstance(config, RiglConfig | GivenConfig)

@@ -99,12 +99,14 @@ class ScheduleConfig(Config):
         """Return the number of warm-up steps in a run of `steps`."""
         if self.warmup_ratio is None:
             return self.warmup_steps
+        # At least the last step has the full rate.
         return min(round(self.warmup_ratio * steps), steps - 1)
 
     def decay_start(self, steps: int) -> int:
         """Return the number of steps before the decay in a run of `steps`."""
         warmup = self.warmup(steps) - self.warmup_offset
         if self.shape == "wsd":
+            # A decay that is longer than the rest of the run begins right after the warm-up.
             return max(warmup, steps - self.decay.length(steps))
         return warmup if self.decay_from == "warmup_end" else 0
 

@@ -35,6 +35,7 @@ class TargetConfig(Config):
 
 def reached(target: TargetConfig | None, metrics: Mapping[str, float]) -> bool:
     """Return whether an evaluation reached the target; always false without an evaluation."""
+    # A diverged loss must not count as reached, nor a metric that was not evaluated.
     if target is None or not math.isfinite(value := metrics.get(target.metric, math.nan)):
         return False
     if target.at_least is not None:

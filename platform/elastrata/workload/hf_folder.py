@@ -88,6 +88,7 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], form: Wei
     shards.end()
     files = shards.rename()
     if len(set(files.values())) > 1:
+        # The index's keys are those that transformers writes.
         metadata = {"total_parameters": num_numbers, "total_size": total_bytes}
         index = {"metadata": metadata, "weight_map": files}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -133,6 +134,7 @@ class _Shards:
         """Give the files their final names, and return the file of every tensor."""
         count, files = len(self._written), dict[str, str]()
         for number, names in enumerate(self._written):
+            # Names include the number of files, which is only known in the end.
             part = f"-{number + 1:05d}-of-{count:05d}" if count > 1 else ""
             file = f"{_STEM}{part}.safetensors"
             (self._folder / f"{_STEM}-{number}.safetensors").rename(self._folder / file)

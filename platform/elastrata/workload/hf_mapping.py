@@ -57,7 +57,7 @@ class Counterpart:
     origins: Mapping[str, Origin] = field(default_factory=dict)
     """Origins by parameter name; other parameters have the same name there."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Names of tensors in a file that repeat other tensors, by those."""
+    """Redundant names in a file, with the names of the tensors that they repeat."""
     fills_with_zeros: bool = False
     """Whether it has zeros for those of `origins` that our model does not have."""
     prefix: str = ""

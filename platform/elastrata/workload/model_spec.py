@@ -115,6 +115,7 @@ class ModelSpec:
     @property
     def work(self) -> WorkModel:
         """FLOPs of the forward pass for a sample by its length, with its expected predictions."""
+        # In a tied head the embedding's matrix is multiplied, so it counts like any other.
         head = round(self.predicted * self.prediction_parameters)
         return WorkModel(
             linear=_FORWARD * (self.layers * self.block_matrices + head),
@@ -133,6 +134,7 @@ class ModelSpec:
         products = self.block_matrices * self.seq_len
         attention = [self._attention_of(block, self.seq_len) for block in range(self.layers)]
         flops = [_FORWARD * (products + own) for own in attention]
+        # Lookups cost no FLOPs, but adding several tables does.
         flops[0] += self.embedding_additions * self.hidden * self.seq_len
         predictions = round(self.predicted * self.seq_len)
         flops[-1] += _FORWARD * (self.prediction_parameters * predictions + self.sample_extra)
@@ -175,6 +177,7 @@ class ModelSpec:
     @property
     def _global_blocks(self) -> int:
         """Number of blocks that attend to all tokens."""
+        # Rounded up, as the first block is global.
         return self.layers if self.window is None else -(-self.layers // self.global_every)
 
     def _attention(self, length: int) -> int:

@@ -99,6 +99,7 @@ class Workload(Config):
         A run that begins with weights must have the same values. By default these are all keys
         except `attention`, which chooses the kernel.
         """
+        # Weights mean the same with every kernel of attention.
         return self.model_dump(mode="json", exclude={"name", "attention"})
 
     def problems(self, manifest: Manifest) -> list[str]:
@@ -291,6 +292,7 @@ class Planned(Workload):
     def flops(
         self, lengths: Sequence[int], weights: Mapping[str, float], vocabulary: Vocabulary
     ) -> int:
+        # The counted FLOPs depend on the samples' lengths, not on the model's longest one.
         spec = self.model_spec(vocabulary, _MINIMAL_SEQ_LEN)
         return int(spec.training_flops(lengths, int(weights[self.predicts])))
 
@@ -329,6 +331,7 @@ def model_spec(workload: Workload, vocabulary: Vocabulary, seq_len: int) -> Mode
 def matmul_parameters(workload: Workload, vocabulary: Vocabulary) -> int:
     """Return the number of elements in all matrices of a model except embeddings."""
     with torch.device("meta"):
+        # On the meta device: only shapes are counted.
         model = workload.build_model(vocabulary, _MINIMAL_SEQ_LEN)
     # By id, so that a tied matrix counts once; a head that is tied to an embedding does multiply.
     multiplied = {
@@ -353,5 +356,6 @@ def workload_class(name: str) -> type[Workload]:
             f"workload.name: '{name}': no such workload{nearest(name, installed)}; "
             f"installed: {', '.join(sorted(installed)) or 'none'}"
         )
+    # Only the chosen workload is imported.
     loaded: type[Workload] = installed[name].load()
     return loaded
