@@ -149,8 +149,8 @@ def prepare(
 
     if progress is not None:
         return run(progress)
-    with StageProgress(open_console(as_json=False)) as shown:
-        return run(shown)
+    with StageProgress(open_console(as_json=False)) as stage_progress:
+        return run(stage_progress)
 
 
 def status(run: str) -> Status:
@@ -218,8 +218,8 @@ def generate(
     from elastrata.inference.language_model import Sampling, continuation, load_language_model
 
     sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
-    loaded = load_language_model(model, checkpoint=checkpoint)
-    return continuation(loaded, prompt, tokens=tokens, sampling=sampling)
+    language_model = load_language_model(model, checkpoint=checkpoint)
+    return continuation(language_model, prompt, tokens=tokens, sampling=sampling)
 
 
 def sweep(

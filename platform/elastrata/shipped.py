@@ -21,5 +21,5 @@ def tested_versions() -> dict[str, str]:
 def _path_of(name: str) -> Path:
     """Return the path of a file that ships with Elastrata."""
     # The wheel has such files inside of the package; a checkout has them in its root.
-    installed = _PACKAGE / name
-    return installed if installed.exists() else _PACKAGE.parents[1] / name
+    packaged_path = _PACKAGE / name
+    return packaged_path if packaged_path.exists() else _PACKAGE.parents[1] / name

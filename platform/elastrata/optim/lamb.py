@@ -40,7 +40,7 @@ class LambConfig(OptimizerKeys):
     """A larger trust ratio is lowered to this; `.inf`: never."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> LambConfig:
+    def _check_bounds(self) -> LambConfig:
         if self.trust_min > self.trust_max:
             raise ValueError(
                 f"trust_min ({self.trust_min}) is larger than trust_max ({self.trust_max})"
@@ -151,7 +151,7 @@ def _global_norms(parameters: Sequence[Tensor], *shards: Sequence[Tensor]) -> Te
     for axis, numbers in columns.items():
         # Indexing with a list would make the host wait for the device.
         places = to_device(torch.tensor(numbers), squares.device)
-        summed = squares.index_select(1, places)
-        dist.all_reduce(summed, group=axis.group)
-        squares.index_copy_(1, places, summed)
+        sums = squares.index_select(1, places)
+        dist.all_reduce(sums, group=axis.group)
+        squares.index_copy_(1, places, sums)
     return squares.sqrt()

@@ -175,7 +175,8 @@ def _shard(
     parallel: ParallelConfig,
 ) -> None:
     """Apply FSDP2 over the data axes, with this project's collectives if the recipe needs them."""
-    # FSDP2 reduces in fp32: `Reduction` converts gradients to bf16 for the messages, and sums in fp32.
+    # FSDP2 reduces in fp32: `Reduction` itself converts gradients to bf16 for the messages, and
+    # sums them in fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
     )

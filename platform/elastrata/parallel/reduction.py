@@ -129,17 +129,17 @@ class DuringBackward:
     # Only for one reduction per step: with several, FSDP2 would accumulate a sum that is not there
     # yet.
     def __init__(self) -> None:
-        self._started: list[tuple[dist.Work, Callable[[], object]]] = []
+        self._pending: list[tuple[dist.Work, Callable[[], object]]] = []
 
     def __call__(self, work: dist.Work, then: Callable[[], object]) -> None:
         """Schedule the function for the end of the backward pass."""
-        if not self._started:
+        if not self._pending:
             Variable._execution_engine.queue_callback(self._finish)
-        self._started.append((work, then))
+        self._pending.append((work, then))
 
     def _finish(self) -> None:
-        started, self._started = self._started, []
-        for work, then in started:
+        pending, self._pending = self._pending, []
+        for work, then in pending:
             at_once(work, then)
 
 

@@ -81,10 +81,8 @@ def bubble(
         for rank in ready:
             stage, kind, batch = action = remaining[rank].pop(0)
             seconds = costs[stage] * (_RELATIVE_COSTS[kind] + (recomputed if kind in "BI" else 0.0))
-            ended_dependencies = (
-                end_of_action[other] for other in _dependencies(action, len(costs))
-            )
-            seconds_of_rank[rank] = max(seconds_of_rank[rank], *ended_dependencies, 0.0) + seconds
+            dependency_ends = (end_of_action[other] for other in _dependencies(action, len(costs)))
+            seconds_of_rank[rank] = max(seconds_of_rank[rank], *dependency_ends, 0.0) + seconds
             end_of_action[stage, _COMPLETED_AS.get(kind, kind), batch] = seconds_of_rank[rank]
             compute_seconds += seconds
     return 1 - compute_seconds / (len(order) * max(seconds_of_rank.values()))
@@ -295,7 +293,7 @@ class Pipeline(ForwardBackward):
         self, batches: Sequence[Batch], weights: Mapping[str, float], *, trains: bool
     ) -> Loss:
         """Run the schedule and return the sum of the losses on every rank of the pipeline."""
-        count, run = len(batches), self._cached_run(batches, trains=trains)
+        count, run = len(batches), self._get_run(batches, trains=trains)
         for stage in self._stages.stages.values():
             stage.weights, stage.losses = dict(weights), []
         for part in run.stages:
@@ -311,7 +309,7 @@ class Pipeline(ForwardBackward):
         self._agreement.holds(run.stages)
         return self._gather_loss(weights)
 
-    def _cached_run(self, batches: Sequence[Batch], *, trains: bool) -> _Run:
+    def _get_run(self, batches: Sequence[Batch], *, trains: bool) -> _Run:
         hidden_shape = self._workload.hidden_shape(batches[0])
         # With sequence parallelism, hidden states between stages are divided over the tensor ranks.
         parts = self._parallel.tensor if self._parallel.sequence else 1
@@ -392,8 +390,8 @@ class Pipeline(ForwardBackward):
         """Return the names in a loss, which the last stage sends once."""
         if self._names is None:
             gathered: list[LossNames | None] = [None] * self._group.size()
-            own = LossNames.of(loss) if loss else None
-            dist.all_gather_object(gathered, own, group=self._group)
+            own_names = LossNames.of(loss) if loss else None
+            dist.all_gather_object(gathered, own_names, group=self._group)
             # In a rehearsal one rank stands for all, so the last stage may be missing.
             self._names = gathered[-1] or LossNames(tuple(weights), ())
         return self._names

@@ -148,10 +148,10 @@ def cut_in_stages(
         assert isinstance(workload, TensorParallel)
         workload.tensor_parallel(model, mesh["tensor"], parallel.sequence)
     spans = stage_spans(costs, parallel.num_stages, parallel.stage_speeds)
-    own = own_spans(costs, mesh, parallel)
+    spans_by_stage = own_spans(costs, mesh, parallel)
     stages = {
         number: Stage(workload.stage(model, span), workload, is_last=number == len(spans) - 1)
-        for number, span in own.items()
+        for number, span in spans_by_stage.items()
     }
     for stage in stages.values():
         parallelize(
@@ -168,7 +168,7 @@ def cut_in_stages(
     first, last = (dict(workload.stage(model, spans[n]).named_parameters()) for n in (0, -1))
     return Stages(
         # Also with several stages per rank, whose blocks are not consecutive.
-        model=workload.stage(model, [block for span in own.values() for block in span]),
+        model=workload.stage(model, [block for span in spans_by_stage.values() for block in span]),
         stages=stages,
         costs=_stage_costs(spans, costs, parallel.stage_speeds or (1.0,)),
         shared=tuple(sorted(first.keys() & last.keys())),

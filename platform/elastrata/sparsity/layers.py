@@ -71,9 +71,9 @@ def layer_of(parameter: str) -> str:
 
 def layers_named(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """Return the names that match any of the patterns, in their order."""
-    wanted = list(patterns)
+    pattern_list = list(patterns)
     # `fnmatch` ignores case on some systems.
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in pattern_list)]
 
 
 def layer_levels(config: AnySparsity, shapes: Shapes) -> dict[str, float]:
@@ -84,7 +84,9 @@ def layer_levels(config: AnySparsity, shapes: Shapes) -> dict[str, float]:
     if isinstance(config, TwoFourConfig):
         return dict.fromkeys(sparse, config.level)
     explicit_levels = {
-        name: given.level for given in config.levels for name in layers_named(sparse, given.layers)
+        name: layer_level.level
+        for layer_level in config.levels
+        for name in layers_named(sparse, layer_level.layers)
     }
     rest = {name: shapes[name] for name in sparse if name not in explicit_levels}
     if config.distribution == "uniform":
@@ -105,10 +107,10 @@ def erdos_renyi(shapes: Shapes, level: float) -> dict[str, float]:
         rest = {name: shape for name, shape in shapes.items() if name not in dense}
         if not rest:
             return dict.fromkeys(shapes, 0.0)
-        kept = (1 - level) * sum(rows * columns for rows, columns in shapes.values())
+        num_kept = (1 - level) * sum(rows * columns for rows, columns in shapes.values())
         # Dense layers use up a part of the weights to keep.
-        kept -= sum(rows * columns for rows, columns in (shapes[name] for name in dense))
-        scale = kept / sum(rows + columns for rows, columns in rest.values())
+        num_kept -= sum(rows * columns for rows, columns in (shapes[name] for name in dense))
+        scale = num_kept / sum(rows + columns for rows, columns in rest.values())
         shares = {name: scale * (m + n) / (m * n) for name, (m, n) in rest.items()}
         # A dense layer changes the scale, which may fill further layers: hence the loop.
         full = {name for name, share in shares.items() if share > 1}
@@ -128,9 +130,9 @@ def sparsity_problems(config: AnySparsity, shapes: Shapes) -> Iterator[Problem]:
     yield from _unknown_layers(("layers",), config.layers, shapes)
     sparse = {name: shapes[name] for name in layers_named(shapes, config.layers)}
     if isinstance(config, LevelKeys):
-        for number, given in enumerate(config.levels):
+        for number, layer_level in enumerate(config.levels):
             path = ("levels", str(number), "layers")
-            yield from _unknown_layers(path, given.layers, sparse)
+            yield from _unknown_layers(path, layer_level.layers, sparse)
     if isinstance(config, BlockConfig):
         line = "expected a divisor of the {rows} rows and {columns} columns of {name}"
         both = config.block, config.block
@@ -238,15 +240,15 @@ def sparsity_plan(
     number = sum(zeros.values())
     updates = _num_updates(config, steps) / steps
     # A step that updates masks needs the gradients of all weights, and saves less.
-    saved = flops_of_zeros(number, seq_len) * (1 - updates)
-    saved += flops_of_zeros(number, seq_len, dense_gradient=True) * updates
+    saved_flops = flops_of_zeros(number, seq_len) * (1 - updates)
+    saved_flops += flops_of_zeros(number, seq_len, dense_gradient=True) * updates
     return SparsityPlan(
         method=config.method if config else "dense",
         shapes={name: shapes[name] for name in zeros},
         zeros=zeros,
         seq_len=seq_len,
         flops_dense=dense,
-        flops=dense - saved,
+        flops=dense - saved_flops,
     )
 
 

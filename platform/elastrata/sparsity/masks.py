@@ -155,9 +155,9 @@ class Masks(StepHooks):
         """Return the step's FLOPs of products with zeros, and the sparsity if it has changed.
         Collective."""
         zeros = flops_of_zeros(self._zeros_in_all, tokens, dense_gradient=self.is_update)
-        return {"flops_of_zeros": zeros, "layer_sparsity": self._changed_sparsity()}
+        return {"flops_of_zeros": zeros, "layer_sparsity": self._take_changed_sparsity()}
 
-    def _changed_sparsity(self) -> dict[str, float]:
+    def _take_changed_sparsity(self) -> dict[str, float]:
         """Return the counted share of exact zeros by layer; empty if masks have not changed.
         Collective."""
         if not self._has_changed:

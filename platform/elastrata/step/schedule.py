@@ -127,16 +127,16 @@ def learning_rate(config: ScheduleConfig, *, peak: float, step: int, steps: int)
     return peak * (config.final + (1 - config.final) * remaining)
 
 
-def _remaining_share(config: ScheduleConfig, done: float) -> float:
+def _remaining_share(config: ScheduleConfig, progress: float) -> float:
     """Return the remaining share of the way from the peak to the final rate, from 1 down to 0."""
     match config.decay.shape if config.shape == "wsd" else config.shape:
         case "constant":
             return 1.0
         case "linear":
-            return 1 - done
+            return 1 - progress
         case "cosine":
-            return (1 + math.cos(math.pi * done)) / 2
+            return (1 + math.cos(math.pi * progress)) / 2
         case "1-sqrt":
-            return 1 - math.sqrt(done)
+            return 1 - math.sqrt(progress)
         case "polynomial":
-            return (1 - done) ** config.power  # type: ignore[no-any-return]
+            return (1 - progress) ** config.power  # type: ignore[no-any-return]

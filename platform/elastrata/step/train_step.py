@@ -128,16 +128,16 @@ def train_step(
     clip.before_backward(share_of(batches, weights))
     losses = forward_backward.train(batches, weights, rounds=rounds)
     sums = loss_sums(losses)
-    added_up = _all_reduced(sums.values, is_primary, more() if more else None)
+    reduced_sums = _all_reduce(sums.values, is_primary, more() if more else None)
     stopwatch.out_of_model()
-    loss_is_finite = sums.terms_of(added_up).sum().isfinite()
+    loss_is_finite = sums.terms_of(reduced_sums).sum().isfinite()
     before_change()
     hooks.before_clip(optimizer, finite=loss_is_finite)
     gradient_norm = clip.after_backward().detach()
     finite = loss_is_finite & gradient_norm.isfinite()
     # One copy for all numbers of the step, so that the host waits for the device once.
     readback = Readback(
-        torch.cat([added_up, torch.stack([gradient_norm.double(), finite.double()])])
+        torch.cat([reduced_sums, torch.stack([gradient_norm.double(), finite.double()])])
     )
     if skips_on_device(optimizer, device):
         # The host launches the update before it knows whether it is applied, so the device never
@@ -277,10 +277,10 @@ def mean_loss(
 ) -> StepLoss:
     """Return the means over the global batch, from the sums of all primary ranks. Collective."""
     sums = loss_sums(losses)
-    return sums.means(_all_reduced(sums.values, is_primary).tolist(), weights)
+    return sums.means(_all_reduce(sums.values, is_primary).tolist(), weights)
 
 
-def _all_reduced(sums: Tensor, is_primary: bool, more: Tensor | None = None) -> Tensor:
+def _all_reduce(sums: Tensor, is_primary: bool, more: Tensor | None = None) -> Tensor:
     """Return sums over samples of all primary ranks, followed by sums of `more` over all ranks."""
     # Other ranks of a data rank have the same samples, which must count once.
     values = sums if is_primary else torch.zeros_like(sums)

@@ -46,8 +46,8 @@ class Origin:
         """Return the place in the tensor of a place in the parameter, which has `rows` rows."""
         first, *rest = ours
         shift = self.part * rows
-        moved = (slice(first.start + shift, first.stop + shift), *rest)
-        return moved[::-1] if self.transposed else moved
+        shifted = (slice(first.start + shift, first.stop + shift), *rest)
+        return shifted[::-1] if self.transposed else shifted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,8 @@ class Counterpart:
         parameter."""
         if not self.fills_with_zeros:
             return set()
-        known = set(ours)
-        return {origin.name for name, origin in self.origins.items() if name not in known}
+        our_names = set(ours)
+        return {origin.name for name, origin in self.origins.items() if name not in our_names}
 
     def known_names(self, given: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
         """Return the names in a file by the corresponding names of this counterpart."""
@@ -115,9 +115,9 @@ class Counterpart:
             origin = self.origin(name)
             parts.setdefault(origin.name, {})[origin.part] = name
             transposed |= {origin.name} if origin.transposed else set()
-        for theirs, found in parts.items():
-            value = _join([state[found[number]] for number in sorted(found)])
-            yield theirs, value.T.contiguous() if theirs in transposed else value
+        for their_name, part_names in parts.items():
+            value = _join([state[part_names[number]] for number in sorted(part_names)])
+            yield their_name, value.T.contiguous() if their_name in transposed else value
         yield from self._zero_vectors(state)
 
     def _zero_vectors(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -125,9 +125,9 @@ class Counterpart:
         if not self.fills_with_zeros:
             return
         missing = {o.name: (n, o.parts) for n, o in self.origins.items() if n not in state}
-        for theirs, (name, parts) in missing.items():
+        for their_name, (name, parts) in missing.items():
             weight = state[f"{name.removesuffix('bias')}weight"]
-            yield theirs, weight.new_zeros(parts * weight.shape[0])
+            yield their_name, weight.new_zeros(parts * weight.shape[0])
 
     def to_ours(self, names: Iterable[str], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those of our parameters that their state dict has."""
@@ -136,8 +136,8 @@ class Counterpart:
             origin = self.origin(name)
             if origin.name in weights:
                 value = weights[origin.name]
-                turned = value.T if origin.transposed else value
-                ours[name] = turned.chunk(origin.parts)[origin.part].contiguous()
+                oriented = value.T if origin.transposed else value
+                ours[name] = oriented.chunk(origin.parts)[origin.part].contiguous()
         return ours
 
 

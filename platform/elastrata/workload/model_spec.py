@@ -133,7 +133,7 @@ class ModelSpec:
         """
         products = self.block_matrices * self.seq_len
         attention = [self._attention_of(block, self.seq_len) for block in range(self.layers)]
-        flops = [_FORWARD * (products + own) for own in attention]
+        flops = [_FORWARD * (products + attention_products) for attention_products in attention]
         # Lookups cost no FLOPs, but adding several tables does.
         flops[0] += self.embedding_additions * self.hidden * self.seq_len
         predictions = round(self.predicted * self.seq_len)

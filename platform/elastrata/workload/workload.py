@@ -334,14 +334,14 @@ def matmul_parameters(workload: Workload, vocabulary: Vocabulary) -> int:
         # On the meta device: only shapes are counted.
         model = workload.build_model(vocabulary, _MINIMAL_SEQ_LEN)
     # By id, so that a tied matrix counts once; a head that is tied to an embedding does multiply.
-    multiplied = {
+    size_by_id = {
         id(parameter): parameter.numel()
         for module in model.modules()
         if not isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
         if parameter.ndim == 2
     }
-    return sum(multiplied.values())
+    return sum(size_by_id.values())
 
 
 def workload_class(name: str) -> type[Workload]:
