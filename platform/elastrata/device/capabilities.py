@@ -28,8 +28,8 @@ class Peak:
     """Type of the multiplied numbers."""
 
 
-# Data sheets often list rates of sparse matrices, which are halved here. GPUs without a bf16 peak
-# have that of fp16: they compute bf16 more slowly.
+# Longer names come before their prefixes. Data sheets often list rates of sparse matrices, which
+# are halved here. GPUs without a bf16 peak have that of fp16: they compute bf16 more slowly.
 PEAKS = {
     "A10": Peak(125e12, "bf16"),  # NVIDIA A10 data sheet
     "A10G": Peak(70e12, "bf16"),  # NVIDIA A10G data sheet

@@ -113,8 +113,8 @@ def _on_parts(parts: Sequence[_Part], function: Callable[[Tensor], Tensor]) -> l
     # The other axes divide the joined matrices further, or different matrices.
     results = _on_parts([*joined_parts, *(parts[i] for i in others)], function)
 
-    by_part = dict(zip(others, results[len(own_parts) :], strict=True))
     # The first results are those of this rank's matrices; the rest are of `others`.
+    by_part = dict(zip(others, results[len(own_parts) :], strict=True))
     columns = zip(*shapes, strict=True)
     pieces = [
         torch.split(result, [shape[part.axes[0].dim] for shape in column], part.axes[0].dim)

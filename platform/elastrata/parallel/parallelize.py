@@ -43,7 +43,7 @@ _ORDERED_REDUCTIONS = "_in_order"
 
 
 class ParallelConfig(Config):
-    """How the workers divide the model among them, and what they send each other."""
+    """Division of the model over the workers, and their messages."""
 
     replicate: Workers | Literal["all"] = 1
     """HSDP: this many copies of the model, each sharded over workers / replicate. 1: FSDP. all: a
@@ -160,8 +160,8 @@ def parallelize(
             raise ValueError("a mesh with an axis `tensor`, and nothing that divides the model")
         tensor_parallel(model, mesh["tensor"], parallel.sequence)
     for block in blocks:
-        # Both replace `forward` and leave FSDP2's hooks outside, so a recomputation gathers
-        # nothing.
+        # Checkpointing and compilation replace `forward` and leave FSDP2's hooks outside, so a
+        # recomputation gathers nothing.
         recompute(block, activation_checkpointing, compile=compile)
     _shard(model, blocks, data_axes(mesh), precision, parallel)
     return model
@@ -195,8 +195,8 @@ def _shard(
     setattr(model, _ORDERED_REDUCTIONS, in_order)
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # FSDP2 averages by default. Our reductions also require the plain operator SUM.
             module.set_gradient_divide_factor(1.0)
-            # FSDP2 would otherwise average.
             module.set_force_sum_reduction_for_comms(True)
             # A single rank accumulates in the right order anyway.
             if parallel.virtual_ranks and data_mesh.size() > 1:

@@ -314,6 +314,7 @@ class Pipeline(ForwardBackward):
         # With sequence parallelism, hidden states between stages are divided over the tensor ranks.
         parts = self._parallel.tensor if self._parallel.sequence else 1
         shape = (hidden_shape[0] // parts, *hidden_shape[1:])
+        # A schedule of torch has a fixed number and shape of micro-batches.
         key = (len(batches), *shape)
         if trains not in self._runs or self._runs[trains][0] != key:
             self._runs.pop(trains, None)
@@ -384,6 +385,7 @@ class Pipeline(ForwardBackward):
         gathered = [torch.empty_like(own_numbers) for _ in range(self._group.size())]
         dist.all_gather(gathered, own_numbers, group=self._group)
         self._memory = Readback(torch.stack([numbers[0] for numbers in gathered]))
+        # The last stage is always on the last rank, also with several stages per rank.
         return names.loss(gathered[-1][1:])
 
     def _loss_names(self, loss: Loss | None, weights: Mapping[str, float]) -> LossNames:

@@ -65,7 +65,7 @@ class StaticConfig(LevelKeys):
 
 
 class RiglSchedule(Config):
-    """When masks change, and how much."""
+    """Interval and size of the changes of masks."""
 
     every: Annotated[int, Field(gt=0, le=10**9)] = 100
     """Steps from one update to the next, counted from the first step of the phase."""

@@ -130,7 +130,7 @@ class Masks(StepHooks):
     @override
     @torch.no_grad()
     def after_update(self) -> None:
-        """Zero the weights at zero again."""
+        """Zero all masked weights again."""
         for name, mask in self._masks.items():
             # Their gradient is zero, but the update need not be: Muon's updates are those of whole
             # matrices.

@@ -114,7 +114,7 @@ def buckets_of(model: nn.Module, max_norm: float, pipeline: StageRanks | None = 
     sizes = [_size(parameters) for parameters in inner]
     in_blocks, in_rest = sum(sizes), _size(counted)
     if pipeline is not None:
-        # Every rank knows the sizes of its own stages only.
+        # Every rank only knows the sizes of its stages.
         totals = torch.tensor([in_blocks, in_rest], device=next(model.parameters()).device)
         dist.all_reduce(totals, group=pipeline.group)
         in_blocks, in_rest = totals.tolist()

@@ -72,6 +72,7 @@ class ThreadTime(OwnTime):
     def close(self) -> None:
         if self._file is not None:
             os.close(self._file)
+            # A late measurement must not read the closed file.
             self._file, self._clock = None, time.thread_time
 
     def _read_scheduler(self) -> float:

@@ -36,7 +36,7 @@ class NamedSet(Config):
 
 
 class EvaluationConfig(Config):
-    """When and on how much held-out data the model is evaluated."""
+    """Intervals, data and size of evaluations."""
 
     either: ClassVar = (("every",), ("every_samples",))
 

@@ -44,7 +44,7 @@ class DecayConfig(Config):
 
 
 class ScheduleConfig(Config):
-    """How the learning rate moves: linear warm-up from 0, then a decay to `final` of the peak.
+    """Learning-rate schedule: linear warm-up from 0, then a decay to `final` of the peak.
 
     MLPerf's BERT (github.com/mlcommons/training) is `shape: polynomial`, `decay_from: first_step`,
     with its poly_power as `power` and its start_warmup_step, negated, as `warmup_offset`.

@@ -14,7 +14,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class TargetConfig(Config):
-    """Ends the run as soon as an evaluation reaches it; how long that took is on record."""
+    """Target value of a metric. The run ends when an evaluation reaches it, and its record
+    states the time."""
 
     either: ClassVar = (("at_least",), ("at_most",))
 
