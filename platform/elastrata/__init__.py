@@ -62,6 +62,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name on its first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'elastrata' has no attribute '{name}'")
     if "ipykernel" in sys.modules:
@@ -70,8 +71,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _keep_notebooks_quiet() -> None:
-    """Ray and tqdm, when they are imported, ask every notebook for ipywidgets, which nothing here
-    needs."""
+    """Suppress requests of Ray and tqdm for ipywidgets, which this package does not need."""
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message="IProgress not found")
 

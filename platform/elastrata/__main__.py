@@ -1,4 +1,4 @@
-"""`python -m elastrata`: the command, where no script of that name is installed."""
+"""Entry point of `python -m elastrata`, for environments without the installed script."""
 
 from elastrata.cli.main import main
 

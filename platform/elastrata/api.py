@@ -1,4 +1,4 @@
-"""The Python API of the commands: what `import elastrata` offers to notebooks."""
+"""Python API of the commands: the names that `import elastrata` offers to notebooks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def run_name(recipe: Recipe) -> str:
-    """The name of a recipe's run.
+    """Return the name of a recipe's run.
 
     Raises:
-        UserError: it has none, as a recipe made in Python may.
+        UserError: the recipe has no name, which is possible if it was made in Python.
     """
     if recipe.name is None:
         raise UserError("name: missing: expected the run's name; the same name continues it")
@@ -44,19 +44,19 @@ def train(
     show: Callable[[Event], None] | None = None,
     go_on_from: str | None = None,
 ) -> TrainResult:
-    """Trains a recipe to its last step or its target, or continues its run where it stopped.
+    """Train a recipe to its last step or its target, or continue its run.
 
     Args:
-        recipe: what to train, with a name.
-        address: the Ray cluster to join; default: the session that is open, else one of its own.
-        show: called with every event of the run, from a thread of its own; default: shows them, in
-            a line that moves where there is a terminal or a notebook.
-        go_on_from: the checkpoint of the run to go back to: its folder's name, or its step.
-            Default: the newest.
+        recipe: the recipe, with a name.
+        address: Ray cluster to join; default: the open session, else a new local one.
+        show: called with every event of the run, from a background thread; default: print events,
+            with a progress line in a terminal or notebook.
+        go_on_from: checkpoint of the run to return to, by its folder's name or its step. Default:
+            the newest.
 
     Raises:
-        UserError: the recipe, the data or the cluster cannot work; one line for each reason.
-        TrainingError: training did not come to its end; says why.
+        UserError: recipe, data or cluster are invalid; one line per reason.
+        TrainingError: training ended early, for the reason in its message.
     """
     from elastrata.terminal.console import open_console
     from elastrata.terminal.progress import Progress, phase_lines
@@ -82,21 +82,22 @@ def fork(
     address: str | None = None,
     show: Callable[[Event], None] | None = None,
 ) -> TrainResult:
-    """Begins a new run in the state that another one had, and trains it to its end. The parent
-    stays as it is.
+    """Begin a new run from a checkpoint of another run and train it to its end.
+
+    The parent run does not change.
 
     Args:
-        run: `RUN@STEP`, the parent by its folder, URL or name, and the step of one of its
-            checkpoints; or `RUN`: its newest one.
-        name: of the new run, which lies beside its parent unless `storage` is changed.
-        overrides: `dotted.path=value`, the value in YAML: how its recipe differs from the parent's.
-        address: the Ray cluster to join; default: the session that is open, else one of its own.
-        show: as for `train`; default: also shows, before it begins, all that changes.
+        run: `RUN@STEP`: the parent by its folder, URL or name, and the step of a checkpoint; or
+            `RUN` for its newest checkpoint.
+        name: name of the new run. It is stored next to its parent unless `storage` is changed.
+        overrides: changes to the parent's recipe, as `dotted.path=value` with the value in YAML.
+        address: Ray cluster to join; default: the open session, else a new local one.
+        show: as for `train`; the default also prints all changes first.
 
     Raises:
-        UserError: there is no such checkpoint, or no fork of it can be so; one line for each
-            reason, and nothing was begun.
-        TrainingError: training did not come to its end; says why.
+        UserError: the checkpoint does not exist, or the changes are invalid; one line per reason.
+            Nothing was started.
+        TrainingError: training ended early, for the reason in its message.
     """
     from elastrata.driver.fork import plan_fork, show_changes
     from elastrata.run.fork import begin_fork
@@ -119,17 +120,20 @@ def prepare(
     address: str | None = None,
     progress: Callable[[str, int, int, str], None] | None = None,
 ) -> Manifest:
-    """Turns text into a data set and returns its manifest. Ray is started when all is checked.
+    """Convert text to a data set and return its manifest.
+
+    Ray is started after all checks.
 
     Args:
-        config: which text, which tokenizer, how it becomes samples.
+        config: text, tokenizer and sample format.
         out: folder or URL of the data set.
-        overwrite: whether to replace a data set that is there.
-        address: the Ray cluster to join; default: the session that is open, else one of its own.
-        progress: called with stage, amount done, amount in all and their unit; default: shows them.
+        overwrite: whether to replace an existing data set.
+        address: Ray cluster to join; default: the open session, else a new local one.
+        progress: called with stage, finished amount, total amount and their unit; default: print
+            them.
 
     Raises:
-        UserError: text or configuration cannot work; one line for each reason.
+        UserError: text or configuration are invalid; one line per reason.
     """
     from elastrata.terminal.console import open_console
     from elastrata.terminal.progress import StageProgress
@@ -145,18 +149,18 @@ def prepare(
 
     if progress is not None:
         return run(progress)
-    with StageProgress(open_console(as_json=False)) as shown:
-        return run(shown)
+    with StageProgress(open_console(as_json=False)) as stage_progress:
+        return run(stage_progress)
 
 
 def status(run: str) -> Status:
-    """How a run stands, wherever it trains.
+    """Return the status of a run, which may train anywhere.
 
     Args:
         run: its folder or URL.
 
     Raises:
-        UserError: there is no such run.
+        UserError: the run does not exist.
     """
     from elastrata.run.status import status
 
@@ -164,15 +168,15 @@ def status(run: str) -> Status:
 
 
 def inspect(data: str, *, workers: int = 8, batch_size: int | None = None) -> Inspection:
-    """A data set as training would see it: lengths, padding, balance.
+    """Return lengths, padding and balance of a data set, as training would see it.
 
     Args:
         data: its folder or URL.
-        workers: that a batch would be dealt to.
-        batch_size: samples of a step; default: 16 for every worker.
+        workers: number of workers that a batch would be dealt to.
+        batch_size: samples of a step; default: 16 per worker.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: the data set is missing or damaged.
     """
     from elastrata_pipelines.inspection import BERT_BASE_WORK, SAMPLES_OF_A_WORKER, inspect
 
@@ -197,25 +201,25 @@ def generate(
     seed: int = 0,
     checkpoint: str = "newest",
 ) -> Continuation:
-    """Continues a text with a trained GPT.
+    """Continue a text with a trained GPT.
 
     Args:
         model: folder or URL of a run, or an exported folder.
         prompt: the text.
-        tokens: most that are added.
-        temperature: below 1 likelier tokens become likelier; 0: always the likeliest.
-        top_k: chooses among so many of the likeliest; None: among all.
-        seed: the same one gives the same text.
-        checkpoint: of a run: `newest`, `best` (smallest evaluation loss), or a step.
+        tokens: largest number of added tokens.
+        temperature: values below 1 favour likely tokens; 0 always chooses the likeliest.
+        top_k: number of likeliest tokens to choose from; None: all.
+        seed: equal seeds give equal texts.
+        checkpoint: checkpoint of a run: `newest`, `best` (smallest evaluation loss), or a step.
 
     Raises:
-        UserError: there is no such model, or it predicts no next tokens.
+        UserError: the model does not exist, or does not predict next tokens.
     """
     from elastrata.inference.language_model import Sampling, continuation, load_language_model
 
     sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
-    loaded = load_language_model(model, checkpoint=checkpoint)
-    return continuation(loaded, prompt, tokens=tokens, sampling=sampling)
+    language_model = load_language_model(model, checkpoint=checkpoint)
+    return continuation(language_model, prompt, tokens=tokens, sampling=sampling)
 
 
 def sweep(
@@ -225,17 +229,17 @@ def sweep(
     show: Callable[[Standings], None] | None = None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> SweepResult:
-    """Runs the trials of a sweep, or those that are left of the sweep of that name.
+    """Run the trials of a sweep, or the remaining ones if the sweep already exists.
 
     Args:
-        config: what is tried, with a name.
-        address: the Ray cluster to join; default: the session that is open, else one of its own.
-        show: called with the standings after everything that happens; default: in a notebook, a
-            table that moves; else lines.
-        warn: called, beside `show`, with one line about what went wrong and did not end the sweep.
+        config: the sweep, with a name.
+        address: Ray cluster to join; default: the open session, else a new local one.
+        show: called with the standings after every change; default: print lines, or update a table
+            in a notebook.
+        warn: called, if `show` is given, with one line per problem that does not end the sweep.
 
     Raises:
-        UserError: sweep, recipe, data or cluster cannot work; one line for each reason.
+        UserError: sweep, recipe, data or cluster are invalid; one line per reason.
     """
     from elastrata.sweeps.launch import sweep as sweep_on_ray
     from elastrata.terminal.console import open_console

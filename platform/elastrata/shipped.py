@@ -1,4 +1,4 @@
-"""Files that ship with Elastrata but are no code: where they are in a checkout and in a wheel."""
+"""Paths of files other than code that ship with Elastrata, in a checkout and in a wheel."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ _PACKAGE = Path(__file__).parent
 
 
 def cluster_files() -> Path:
-    """The folder `cluster_configs`."""
-    return _shipped("cluster_configs")
+    """Return the folder `cluster_configs`."""
+    return _path_of("cluster_configs")
 
 
 def tested_versions() -> dict[str, str]:
-    """The versions this release was tested with, by package, from `constraints.txt`."""
-    lines = _shipped("constraints.txt").read_text(encoding="utf-8").splitlines()
+    """Return the versions that this release was tested with, by package, from `constraints.txt`."""
+    lines = _path_of("constraints.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
 
 
-def _shipped(name: str) -> Path:
-    """The wheel carries such files inside the package; in a checkout they lie at the top."""
-    installed = _PACKAGE / name
-    return installed if installed.exists() else _PACKAGE.parents[1] / name
+def _path_of(name: str) -> Path:
+    """Return the path of a file that ships with Elastrata."""
+    # The wheel has such files inside of the package; a checkout has them in its root.
+    packaged_path = _PACKAGE / name
+    return packaged_path if packaged_path.exists() else _PACKAGE.parents[1] / name

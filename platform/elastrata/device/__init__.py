@@ -1,1 +1,1 @@
-"""What a device can do, and how data gets to it and back."""
+"""A device's capabilities, its kernels, and transfers to and from it."""

@@ -1,4 +1,4 @@
-"""The device a worker computes on, and what is known about it."""
+"""The capabilities, peak rate and memory of the device of a worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from elastrata.device.kernels import has_kernels
 
 _BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
-"""By the names that `torch.cpu.get_capabilities` has for them, on x86 and on ARM."""
+"""Their names in `torch.cpu.get_capabilities`, on x86 and on ARM."""
 _STATM = Path("/proc/self/statm")
 
 
@@ -23,11 +23,13 @@ class Peak:
     """The peak rate of matrix products."""
 
     flops: float
-    """Dense, per second."""
+    """Dense FLOP/s."""
     dtype: str
-    """The type of the numbers that are multiplied."""
+    """Type of the multiplied numbers."""
 
 
+# Longer names come before their prefixes. Data sheets often list rates of sparse matrices, which
+# are halved here. GPUs without a bf16 peak have that of fp16: they compute bf16 more slowly.
 PEAKS = {
     "A10": Peak(125e12, "bf16"),  # NVIDIA A10 data sheet
     "A10G": Peak(70e12, "bf16"),  # NVIDIA A10G data sheet
@@ -46,79 +48,85 @@ PEAKS = {
     "V100": Peak(125e12, "fp16"),  # NVIDIA V100 data sheet (SXM2)
     "T4": Peak(65e12, "fp16"),  # NVIDIA T4 data sheet
 }
-"""By whole words of the device's name (an A100 is no A10); the first that fits counts. Half of what
-data sheets say of sparse matrices. A peak without bf16 is fp16's: these devices compute bf16
-slower."""
+"""Peaks by whole words of the device's name (an A100 is not an A10); the first match counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceCapabilities:
-    """Abilities of a worker's device and its machine, as far as recipes may ask for more."""
+    """Capabilities of a worker's device and machine that recipes may require."""
 
     device: str
-    """In words: `this CPU`, `a Tesla T4`."""
+    """Description for users, such as `this CPU` or `a Tesla T4`."""
     capability: tuple[int, int] | None
-    """Compute capability of a CUDA GPU; None: it is none."""
+    """Compute capability of a CUDA GPU; None for other devices."""
     has_bf16: bool
-    """Whether there are instructions that multiply bf16."""
+    """Whether the device has instructions for products in bf16."""
     missing_compiler: str | None
-    """The compiler that torch.compile needs and does not find; None where nothing is missing."""
+    """Compiler that torch.compile needs but cannot find; None if it finds one."""
     skips_zeros: bool = False
-    """Whether semi-structured (2:4) kernels were tried, and multiply as they should."""
+    """Whether semi-structured (2:4) kernels were tried, with correct results."""
 
     @property
     def can_compile(self) -> bool:
-        """Whether torch.compile finds what it needs."""
+        """Whether torch.compile finds a compiler."""
         return self.missing_compiler is None
 
 
 def capabilities(device: torch.device, *, tries_kernels: bool = False) -> DeviceCapabilities:
-    """Looks at the device and at the machine that this process runs on.
+    """Return the capabilities of the device and of this machine.
 
     Args:
-        device: of this process.
-        tries_kernels: whether 2:4 kernels are tried, where there are any: a library is loaded and
-            two products are computed for it.
+        device: device of this process.
+        tries_kernels: whether to try 2:4 kernels on a GPU, which loads a library and computes two
+            products.
     """
     if device.type != "cuda":
         return DeviceCapabilities(
             device="this CPU",
             capability=None,
             has_bf16=_cpu_has_bf16(),
-            missing_compiler=_missing("CXX", "clang++" if sys.platform == "darwin" else "g++"),
+            missing_compiler=_missing_compiler(
+                "CXX", "clang++" if sys.platform == "darwin" else "g++"
+            ),
         )
     capability = torch.cuda.get_device_capability(device)
     return DeviceCapabilities(
         device=f"a {torch.cuda.get_device_name(device)}",
         capability=capability,
+        # From Ampere on. PyTorch's own check also accepts emulation.
         has_bf16=capability >= (8, 0),
-        missing_compiler=_missing("CC", "gcc", "clang"),
+        # Triton compiles its launchers with a C compiler; on a CPU, torch.compile generates C++.
+        missing_compiler=_missing_compiler("CC", "gcc", "clang"),
         skips_zeros=tries_kernels and has_kernels(device),
     )
 
 
 def _cpu_has_bf16() -> bool:
-    has = torch.cpu.get_capabilities()
-    return any(has.get(name, False) for name in _BF16_INSTRUCTIONS)
+    available = torch.cpu.get_capabilities()
+    return any(available.get(name, False) for name in _BF16_INSTRUCTIONS)
 
 
-def _missing(variable: str, *usual: str) -> str | None:
-    """The compiler that the environment's variable names, or else each of the usual ones, where
-    none of them is on the path."""
-    named = os.environ.get(variable)
-    wanted = (named,) if named else usual
-    return None if any(map(shutil.which, wanted)) else " or ".join(wanted)
+def _missing_compiler(variable: str, *defaults: str) -> str | None:
+    """Return the missing compiler, or None if one is on the path.
+
+    Args:
+        variable: environment variable that overrides the default compilers.
+        usual: default compilers, any of which is sufficient.
+    """
+    configured = os.environ.get(variable)
+    compilers = (configured,) if configured else defaults
+    return None if any(map(shutil.which, compilers)) else " or ".join(compilers)
 
 
 def current_device() -> torch.device:
-    """The GPU that was assigned to this process, or the CPU."""
+    """Return the GPU assigned to this process, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU with the threads PyTorch has of it."""
+    """Return the GPU's name, or "CPU" with PyTorch's number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -126,46 +134,50 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak in FLOP/s, or None where it is not known."""
+    """Return the device's dense bf16 peak in FLOP/s, or None if unknown."""
     return named_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def named_peak_flops(name: str) -> float | None:
-    """The dense bf16 peak in FLOP/s of a GPU that its driver calls `name`; None where it is not
-    known, as of a slice (MIG), which bears the name of the whole device."""
+    """Return the dense bf16 peak in FLOP/s of a GPU by its driver's name for it, or None if
+    unknown."""
     words = name.replace("-", " ").split()
+    # A slice has the name of the whole GPU, but only a part of its peak.
     if "MIG" in words:
         return None
-    there = f" {' '.join(words)} "
-    peak = next((peak for family, peak in PEAKS.items() if f" {family} " in there), None)
+    padded_name = f" {' '.join(words)} "
+    peak = next((peak for family, peak in PEAKS.items() if f" {family} " in padded_name), None)
     return peak.flops if peak and peak.dtype == "bf16" else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory in use so far: of the GPU since `forget_peak`, or of this process."""
+    """Return the peak memory of the GPU since `forget_peak`, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # Linux reports kilobytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def forget_peak(device: torch.device) -> None:
-    """From now on `peak_memory_bytes` of a GPU leaves out what was in use before: what training
-    needs, and neither what building a model nor what reading its state took."""
+    """Reset `peak_memory_bytes` of a GPU, so that it excludes building and restoring the model."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def memory_of_worker(device: torch.device, per_node: int, most_gb: float | None = None) -> int:
-    """Bytes that this process may have in use: all that its GPU has and nobody else uses; without
-    one, what it has already and an equal share of what the machine, or its container, has to spare.
+    """Return the number of bytes that this process may use.
+
+    On a GPU, these are its free memory and the memory this process has reserved. On a CPU, they are
+    the memory of this process and an equal share of the spare memory of the machine or container.
 
     Args:
-        device: of this process.
-        per_node: processes like this one on the machine.
-        most_gb: not more than so many gigabytes; default: no limit.
+        device: device of this process.
+        per_node: number of such processes on the machine.
+        most_gb: upper limit in gigabytes; default: no limit.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
+        # PyTorch's cached memory is in use for the driver, but available to this process.
         usable = free + torch.cuda.memory_reserved(device)
     else:
         usable = _resident_bytes() + spare_bytes() // per_node
@@ -173,9 +185,10 @@ def memory_of_worker(device: torch.device, per_node: int, most_gb: float | None 
 
 
 def _resident_bytes() -> int:
-    """Memory of this process."""
-    if not _STATM.exists():  # no Linux: what it has is counted as if it had nothing yet
+    """Return the memory of this process."""
+    if not _STATM.exists():  # not Linux: count nothing
         return 0
+    # The second field is the number of resident pages.
     return int(_STATM.read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
 
 
@@ -185,11 +198,13 @@ def spare_bytes() -> int:
         return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    # /proc/meminfo is the machine's even inside of a container.
     return min([1024 * kilobytes, *_spare_of_container()])
 
 
 def _spare_of_container() -> list[int]:
-    """The memory that the container's limit leaves, where there is one (cgroups, version 2)."""
+    """Return the memory left within the container's limit; empty without a limit (cgroups,
+    version 2)."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit = (folder / "memory.max").read_text(encoding="utf-8").strip()
@@ -202,9 +217,10 @@ def _spare_of_container() -> list[int]:
 def substitutions(
     capabilities: DeviceCapabilities, *, dtype: torch.dtype, compile: bool, skip_zeros: bool = False
 ) -> list[str]:
-    """One line for each; empty where there is all that is asked for.
+    """Return one line per requested feature that the machine lacks, with the substitute.
 
-    Workloads have keys of their own, and `Workload.substitutions` for them."""
+    Keys of workloads are handled by `Workload.substitutions`.
+    """
     lines = []
     if dtype == torch.bfloat16 and not capabilities.has_bf16:
         lines.append(

@@ -1,4 +1,4 @@
-"""Numbers between main memory and a device, without a wait of the host that nobody needs."""
+"""Transfers between main memory and a device, without unnecessary waits of the host."""
 
 from __future__ import annotations
 
@@ -9,42 +9,48 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of main memory on `device`. For a GPU it is copied from pinned memory, and the host
-    goes on meanwhile."""
+    """Return a tensor of main memory on `device`, without a wait of the host."""
     if device.type == "cuda" and tensor.device.type == "cpu":
+        # Only copies from pinned memory are asynchronous.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 class Readback:
-    """Numbers on their way from a device into main memory: the host waits once for all of them, and
-    not for what the device was asked for after them."""
+    """An asynchronous copy of numbers from a device into main memory."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if numbers.device.type != "cuda":
             self._numbers = numbers
             return
+        # Pinned, as only such copies are asynchronous.
         self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         self._numbers.copy_(numbers, non_blocking=True)
+        # The host waits for this event only, and not for work that the device receives later.
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def wait(self) -> list[float]:
-        """The numbers, when they are there."""
+        """Wait for the copy and return the numbers."""
         if self._event is not None:
             self._event.synchronize()
         return self.read()
 
     def read(self) -> list[float]:
-        """The numbers; for who has waited for something that the device was asked for later."""
+        """Return the numbers without a wait.
+
+        The caller must have waited for later work on the device.
+        """
         values: list[float] = self._numbers.tolist()
         return values
 
 
 class DeviceSpan:
-    """Seconds that a GPU takes for what it is asked for between two places; they are known once the
-    host has waited for something behind them."""
+    """Seconds of the device's work between the creation of the object and `end`.
+
+    They are available once the host has waited for later work.
+    """
 
     def __init__(self) -> None:
         event: Callable[..., torch.cuda.Event] = torch.cuda.Event
@@ -52,10 +58,10 @@ class DeviceSpan:
         self._first.record()
 
     def end(self) -> None:
-        """The second place is here."""
+        """Mark the end of the interval."""
         self._last.record()
 
     @property
     def seconds(self) -> float:
-        """From the first place to the second."""
+        """Length of the interval."""
         return float(self._first.elapsed_time(self._last)) / 1000

@@ -1,7 +1,7 @@
-"""PyTorch's semi-structured (2:4) kernels in a linear layer's forward pass.
+"""PyTorch's semi-structured (2:4) kernels in the forward pass of linear layers.
 
-The gradient of the input needs the weight transposed, in which the zeros are not two of every four
-neighbours, and that of the weight multiplies nothing with zeros: both stay dense.
+The backward pass is dense. The gradient of the input needs the transposed weight, whose zeros are
+not two of every four neighbours. The gradient of the weight multiplies no zeros.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from torch import Tensor, nn
 from torch.sparse import to_sparse_semi_structured
 
 MULTIPLE = 64
-"""Rows and columns are a multiple of it, as all kernels of 16-bit numbers need."""
+"""Rows and columns must be a multiple of it, as all kernels for 16-bit numbers require."""
 _AMPERE = (8, 0)
-_TRIED = 256
-"""Rows, columns and tokens of the product that is tried."""
-_RELATIVE = 0.02
-"""Allowed error relative to the largest value: sums of bf16 products in another order."""
+_TRIAL_SIZE = 256
+"""Rows, columns and tokens of the trial product."""
+_RELATIVE_TOLERANCE = 0.02
+"""Tolerance relative to the largest value: the kernels sum bf16 products in another order."""
 
 
 class SemiStructured(torch.autograd.Function):
-    """`F.linear` on inputs of one or more dimensions, whose forward pass multiplies what `compress`
-    makes of the weight."""
+    """`F.linear` for inputs of one or more dims, with a compressed weight in the forward pass."""
 
     @staticmethod
     def forward(
@@ -36,24 +35,27 @@ class SemiStructured(torch.autograd.Function):
         bias: Tensor | None,
         compress: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Multiplies by the compressed weight."""
+        """Multiply by the compressed weight."""
         flat = inputs.reshape(-1, inputs.shape[-1])
+        # The plain weight: the backward pass is dense.
         ctx.save_for_backward(flat, weight)
         ctx.shape = inputs.shape
         return F.linear(flat, compress(weight), bias).reshape(*inputs.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        """Gradients of inputs, weight and bias."""
+        """Return the gradients of inputs, weight and bias."""
         inputs, weight = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
-        of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
-        return (gradient @ weight).reshape(ctx.shape), gradient.T @ inputs, of_bias, None
+        bias_gradient = gradient.sum(0) if ctx.needs_input_grad[2] else None
+        return (gradient @ weight).reshape(ctx.shape), gradient.T @ inputs, bias_gradient, None
 
 
 def compressed(weight: Tensor) -> Tensor:
-    """A weight in the format of the kernels. At most two of every four neighbours in a row may be
-    other than zero."""
+    """Return a weight in the format of the kernels.
+
+    At most two of every four neighbours in a row may differ from zero.
+    """
     packed: Tensor = to_sparse_semi_structured(weight)
     return packed
 
@@ -64,52 +66,60 @@ def use_kernels(
     is_in_fours: Callable[[str], bool],
     compress: Callable[[Tensor], Tensor] = compressed,
 ) -> None:
-    """From now on linear layers multiply these weights by the kernels.
+    """Make linear layers multiply these weights by the kernels.
 
     Args:
         model: plain, or sharded by FSDP2.
-        matrices: of it, by parameter name.
-        is_in_fours: whether a weight's zeros are two of every four neighbours at the moment.
-        compress: what the kernels take of a weight.
+        matrices: matrices of the model by parameter name.
+        is_in_fours: returns whether a weight currently has two zeros of every four neighbours.
+        compress: converts a weight to the format of the kernels.
     """
     names = {id(matrix): name for name, matrix in matrices.items()}
-    # Not before here, as torch's compiler, which cannot look into them, takes seconds to import.
-    multiplied = torch.compiler.disable(partial(_multiplied, compress))  # type: ignore[no-untyped-call]
+    # The compiler cannot trace these kernels. Not a decorator: `torch.compiler.disable` imports
+    # the compiler, which takes seconds.
+    multiply = torch.compiler.disable(partial(_multiply, compress))  # type: ignore[no-untyped-call]
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module.weight) in names:
-            now = partial(is_in_fours, names[id(module.weight)])
-            module.forward = partial(_forward, module, now, multiplied)  # type: ignore[method-assign]
+            is_active = partial(is_in_fours, names[id(module.weight)])
+            module.forward = partial(_forward, module, is_active, multiply)  # type: ignore[method-assign]
 
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether the kernels are there and multiply as they should: tried once in a process."""
+    """Return whether the kernels exist and compute correct results; tried once per process."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _AMPERE:
         return False
-    like: Any = {"device": device, "dtype": torch.bfloat16}
+    tensor_options: Any = {"device": device, "dtype": torch.bfloat16}
     generator = torch.Generator(device).manual_seed(0)
-    weight, inputs = (torch.randn(_TRIED, _TRIED, generator=generator, **like) for _ in range(2))
+    weight, inputs = (
+        torch.randn(_TRIAL_SIZE, _TRIAL_SIZE, generator=generator, **tensor_options)
+        for _ in range(2)
+    )
+    # Two zeros of every four neighbours.
     weight[:, 0::4] = weight[:, 3::4] = 0
     try:
         product = F.linear(inputs, compressed(weight))
+    # Builds of PyTorch without the library fail in different ways.
     except (RuntimeError, NotImplementedError, ValueError):
         return False
     expected = F.linear(inputs.float(), weight.float())
-    return bool((product.float() - expected).abs().max() <= _RELATIVE * expected.abs().max())
+    return bool(
+        (product.float() - expected).abs().max() <= _RELATIVE_TOLERANCE * expected.abs().max()
+    )
 
 
 def _forward(
     module: nn.Linear,
     is_in_fours: Callable[[], bool],
-    multiplied: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     inputs: Tensor,
 ) -> Tensor:
     if is_in_fours():
-        return multiplied(inputs, module.weight, module.bias)
+        return multiply(inputs, module.weight, module.bias)
     return F.linear(inputs, module.weight, module.bias)
 
 
-def _multiplied(
+def _multiply(
     compress: Callable[[Tensor], Tensor], inputs: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     out: Tensor = SemiStructured.apply(inputs, weight, bias, compress)  # type: ignore[no-untyped-call]

@@ -76,6 +76,7 @@ def decaying_or_not(parameters: Named, rule: str, weight_decay: float) -> list[P
 class OptimizerKeys(Config):
     """Keys of an optimizer that keeps Adam's running means for at least some of the parameters."""
 
+    # The planner counts the optimizer's memory by it.
     has_second_moments: ClassVar[bool] = True
     """Whether every parameter has a running mean of its squared gradient."""
 
@@ -131,6 +132,7 @@ def adam_directions(
     squares = [local(state["exp_avg_sq"]) for state in states]
     for state in states:
         state["step"] += 1
+    # They differ if some parameters had no gradient in some steps.
     steps = [int(state["step"]) for state in states]
     torch._foreach_lerp_(means, gradients, 1 - betas[0])
     torch._foreach_mul_(squares, betas[1])

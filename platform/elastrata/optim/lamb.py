@@ -40,7 +40,7 @@ class LambConfig(OptimizerKeys):
     """A larger trust ratio is lowered to this; `.inf`: never."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> LambConfig:
+    def _check_bounds(self) -> LambConfig:
         if self.trust_min > self.trust_max:
             raise ValueError(
                 f"trust_min ({self.trust_min}) is larger than trust_max ({self.trust_max})"
@@ -122,6 +122,7 @@ class Lamb(Optimizer):
 def trust_ratios(weights: Tensor, updates: Tensor, smallest: float, largest: float) -> Tensor:
     """Return the trust ratios from the norms of weights and updates, all of shape [tensors]."""
     ratios = (weights / updates).clamp(smallest, largest)
+    # Weights that start at zero would otherwise never move.
     return torch.where((weights > 0) & (updates > 0), ratios, 1.0)
 
 
@@ -146,10 +147,11 @@ def _global_norms(parameters: Sequence[Tensor], *shards: Sequence[Tensor]) -> Te
     for number, parameter in enumerate(parameters):
         for axis in sharding_axes(parameter):
             columns.setdefault(axis, []).append(number)
+    # Only the columns of the tensors that the axis divides: the others are complete on every rank.
     for axis, numbers in columns.items():
         # Indexing with a list would make the host wait for the device.
         places = to_device(torch.tensor(numbers), squares.device)
-        summed = squares.index_select(1, places)
-        dist.all_reduce(summed, group=axis.group)
-        squares.index_copy_(1, places, summed)
+        sums = squares.index_select(1, places)
+        dist.all_reduce(sums, group=axis.group)
+        squares.index_copy_(1, places, sums)
     return squares.sqrt()

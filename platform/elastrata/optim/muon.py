@@ -92,23 +92,28 @@ def _on_parts(parts: Sequence[_Part], function: Callable[[Tensor], Tensor]) -> l
         return [function(part.values) for part in parts]
     # All ranks must take the axes in the same order, or their collectives would not match.
     axis = min(axes, key=lambda axis: axis.number)
-    divided = [i for i, part in enumerate(parts) if part.axes and part.axes[0] == axis]
-    others = [i for i in range(len(parts)) if i not in divided]
+    divided_indices = [i for i, part in enumerate(parts) if part.axes and part.axes[0] == axis]
+    others = [i for i in range(len(parts)) if i not in divided_indices]
     # The same on all ranks, as it depends on shapes only.
-    owners = share_out([_cost(parts[i].whole) for i in divided], axis.size)
-    owned = [[i for i, o in zip(divided, owners, strict=True) if o == r] for r in range(axis.size)]
-    own_parts = [parts[i] for i in owned[axis.rank]]
+    owners = share_out([_cost(parts[i].whole) for i in divided_indices], axis.size)
+    indices_by_rank = [
+        [i for i, o in zip(divided_indices, owners, strict=True) if o == r]
+        for r in range(axis.size)
+    ]
+    own_parts = [parts[i] for i in indices_by_rank[axis.rank]]
 
-    outgoing = [[parts[i].values for i in theirs] for theirs in owned]
+    outgoing = [[parts[i].values for i in indices] for indices in indices_by_rank]
     shapes = [[part.shape_on(r) for part in own_parts] for r in range(axis.size)]
     empty = parts[0].values.new_empty(0)
     received = _exchange(outgoing, shapes, axis.group, empty)
-    joined = [
+    joined_parts = [
         _Part(part.whole, part.axes[1:], torch.cat(pieces, part.axes[0].dim))
         for part, pieces in zip(own_parts, zip(*received, strict=True), strict=True)
     ]
-    results = _on_parts([*joined, *(parts[i] for i in others)], function)
+    # The other axes divide the joined matrices further, or different matrices.
+    results = _on_parts([*joined_parts, *(parts[i] for i in others)], function)
 
+    # The first results are those of this rank's matrices; the rest are of `others`.
     by_part = dict(zip(others, results[len(own_parts) :], strict=True))
     columns = zip(*shapes, strict=True)
     pieces = [
@@ -116,11 +121,11 @@ def _on_parts(parts: Sequence[_Part], function: Callable[[Tensor], Tensor]) -> l
         for part, result, column in zip(own_parts, results, columns, strict=False)
     ]
     outgoing_results = [[piece[r] for piece in pieces] for r in range(axis.size)]
-    returned = _exchange(
-        outgoing_results, [[v.shape for v in theirs] for theirs in outgoing], axis.group, empty
+    returned_values = _exchange(
+        outgoing_results, [[v.shape for v in values] for values in outgoing], axis.group, empty
     )
-    for theirs, values in zip(owned, returned, strict=True):
-        by_part |= dict(zip(theirs, values, strict=True))
+    for indices, values in zip(indices_by_rank, returned_values, strict=True):
+        by_part |= dict(zip(indices, values, strict=True))
     return [by_part[i] for i in range(len(parts))]
 
 
@@ -148,18 +153,21 @@ def _exchange(
 ) -> list[list[Tensor]]:
     """Send `parts[r]` to rank r of the group, and return the tensors of `shapes[r]` that rank r
     sent."""
-    outgoing = torch.cat([empty, *(part.reshape(-1) for theirs in parts for part in theirs)])
-    sizes = [[shape.numel() for shape in theirs] for theirs in shapes]
+    # `empty`, as a rank may have nothing to send, and `cat` needs a tensor.
+    outgoing = torch.cat(
+        [empty, *(part.reshape(-1) for rank_items in parts for part in rank_items)]
+    )
+    sizes = [[shape.numel() for shape in rank_items] for rank_items in shapes]
     incoming = empty.new_empty(sum(map(sum, sizes)))
     dist.all_to_all_single(
         incoming,
         outgoing,
-        [sum(theirs) for theirs in sizes],
-        [sum(part.numel() for part in theirs) for theirs in parts],
+        [sum(rank_items) for rank_items in sizes],
+        [sum(part.numel() for part in rank_items) for rank_items in parts],
         group=group,
     )
-    flat = iter(torch.split(incoming, [size for theirs in sizes for size in theirs]))
-    return [[next(flat).view(shape) for shape in theirs] for theirs in shapes]
+    flat = iter(torch.split(incoming, [size for rank_items in sizes for size in rank_items]))
+    return [[next(flat).view(shape) for shape in rank_items] for rank_items in shapes]
 
 
 _MUON_RULE = "Muon"

@@ -16,6 +16,7 @@ from elastrata.optim.muon import MuonConfig
 
 
 def _add_name(value: Any) -> Any:
+    # The discriminated union needs a name before it validates.
     return {"name": "adamw", **value} if isinstance(value, dict) else value
 
 

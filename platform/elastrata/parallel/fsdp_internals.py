@@ -32,6 +32,7 @@ def bucket_parameters(module: FSDPModule) -> Iterator[tuple[int, Tensor]]:
 
     The order is that of FSDP2's reduction.
     """
+    # A module whose parameters are all in nested FSDP modules has no group.
     group: Any = module._get_fsdp_state()._fsdp_param_group
     for parameter in group.fsdp_params if group else ():
         yield parameter.padded_sharded_param_size.numel(), parameter.sharded_param

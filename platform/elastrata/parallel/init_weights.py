@@ -45,6 +45,7 @@ class Outline:
         with _registration_hook(lambda _, __, parameter: parameters.append(parameter)):
             self.model = meta_model(build)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        # By the order of registration: the second model's parameters are other objects.
         self._names = [names.get(id(parameter)) for parameter in parameters]
 
     def draw(self, divided: nn.Module) -> None:
@@ -133,7 +134,7 @@ class _Operation:
     place: tuple[Sequence[int], Sequence[int], int]
     """Sizes, strides and offset of the view that it changed."""
     others: tuple[Any, ...]
-    named: Mapping[str, Any]
+    keywords: Mapping[str, Any]
     generator_state: Tensor | None
     """Random state before the operator; None if it is not random."""
 
@@ -165,6 +166,7 @@ class _InitMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         num_bytes = parameter.untyped_storage().nbytes()
         is_blank = key in self._uninitialized
         new = _Parameter(name, parameter.detach(), num_bytes, is_kept=not is_blank)
+        # The first operator that initialises it allocates the memory again.
         new.free()
         self._parameters[key] = new
 
@@ -180,8 +182,8 @@ class _InitMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        named = kwargs or {}
-        used = list(self._parameters_among(args, named))
+        keywords = kwargs or {}
+        used = list(self._parameters_among(args, keywords))
         target = (
             used[0]
             if used and func._schema.is_mutable and _shares_storage(args[0], used[0])
@@ -200,9 +202,9 @@ class _InitMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for parameter in used:
             parameter.materialize(overwrites=is_overwrite and parameter is target)
         if target:
-            operation = _operation(func, args, named, is_random=is_random)
+            operation = _operation(func, args, keywords, is_random=is_random)
             target.program = [operation] if is_overwrite else [*target.program, operation]
-        out = func(*args, **named)
+        out = func(*args, **keywords)
         self._track_uninitialized(func, out)
         return out
 
@@ -245,7 +247,7 @@ def _shares_storage(value: Any, parameter: _Parameter) -> bool:
 
 
 def _operation(
-    func: Any, args: tuple[Any, ...], named: Mapping[str, Any], *, is_random: bool
+    func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any], *, is_random: bool
 ) -> _Operation:
     """Return the operator with copies of its arguments."""
     target, *others = args
@@ -253,7 +255,7 @@ def _operation(
     arguments = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(others))
     state = torch.get_rng_state() if is_random else None
     place = (target.size(), target.stride(), target.storage_offset())
-    return _Operation(func, place, arguments, named, state)
+    return _Operation(func, place, arguments, keywords, state)
 
 
 def meta_model(build: Callable[[], nn.Module]) -> nn.Module:

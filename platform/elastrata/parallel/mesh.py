@@ -34,6 +34,7 @@ def rank_mesh(
     dp_size = _num_data_ranks(world_size, tensor * pipeline)
     copies = dp_size if replicate == "all" else replicate
     axes = {"pipeline": pipeline} if pipeline > 1 else {}
+    # Training continues with fewer workers, in another layout, rather than not at all.
     if copies > 1 and dp_size % copies == 0:
         axes |= {"replicate": copies, "shard": dp_size // copies}
     else:

@@ -43,7 +43,7 @@ _ORDERED_REDUCTIONS = "_in_order"
 
 
 class ParallelConfig(Config):
-    """How the workers divide the model among them, and what they send each other."""
+    """Division of the model over the workers, and their messages."""
 
     replicate: Workers | Literal["all"] = 1
     """HSDP: this many copies of the model, each sharded over workers / replicate. 1: FSDP. all: a
@@ -160,6 +160,8 @@ def parallelize(
             raise ValueError("a mesh with an axis `tensor`, and nothing that divides the model")
         tensor_parallel(model, mesh["tensor"], parallel.sequence)
     for block in blocks:
+        # Checkpointing and compilation replace `forward` and leave FSDP2's hooks outside, so a
+        # recomputation gathers nothing.
         recompute(block, activation_checkpointing, compile=compile)
     _shard(model, blocks, data_axes(mesh), precision, parallel)
     return model
@@ -173,6 +175,8 @@ def _shard(
     parallel: ParallelConfig,
 ) -> None:
     """Apply FSDP2 over the data axes, with this project's collectives if the recipe needs them."""
+    # FSDP2 reduces in fp32: `Reduction` itself converts gradients to bf16 for the messages, and
+    # sums them in fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
     )
@@ -186,6 +190,7 @@ def _shard(
     keeps = not parallel.reshard_after_forward or data_mesh.size(data_mesh.ndim - 1) == 1
     # None is FSDP2's default: it reshards all modules but the outermost.
     reshard = False if keeps else None
+    # Blocks first, so that the outermost bucket gets the remaining parameters.
     for module in (*blocks, model):
         fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
     setattr(model, _KEEPS_PARAMETERS, keeps)
@@ -193,9 +198,10 @@ def _shard(
     setattr(model, _ORDERED_REDUCTIONS, in_order)
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # FSDP2 averages by default. Our reductions also require the plain operator SUM.
             module.set_gradient_divide_factor(1.0)
-            # FSDP2 would otherwise average.
             module.set_force_sum_reduction_for_comms(True)
+            # A single rank accumulates in the right order anyway.
             if parallel.virtual_ranks and data_mesh.size() > 1:
                 in_order.append(DeterministicReduceScatter(exchange))
                 module.set_custom_reduce_scatter(in_order[-1])
@@ -203,6 +209,7 @@ def _shard(
                 reduction.attach(module)
             if overlap:
                 module.set_custom_all_gather(BackgroundAllGather())
+    # Gathering in the background only helps if it begins before the block needs it.
     if parallel.prefetch or overlap:
         _set_prefetch(model, blocks, parallel.prefetch or 1)
 
@@ -266,6 +273,7 @@ def synchronize_gradients(model: nn.Module, wanted: bool, *, is_last: bool | Non
     is_last = wanted if is_last is None else is_last
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
+        # Sums over copies of the model are only needed once, of the accumulated shards.
         model.set_requires_all_reduce(wanted and is_last)
         if getattr(model, _KEEPS_PARAMETERS, False):
             # A model that keeps its parameters does so until the last backward pass.

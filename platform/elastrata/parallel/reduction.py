@@ -57,9 +57,11 @@ class TwoHops:
     def __call__(self, received: Tensor, sent: Tensor) -> dist.Work:
         """See `Exchange`."""
         nodes, places = self._counterparts.size(), self._neighbours.size()
+        # First hop: local rank p of this node gets the parts for local rank p of every node.
         by_place = sent.view(nodes, places, -1).transpose(0, 1).contiguous()
         through = torch.empty_like(by_place)
         dist.all_to_all_single(through, by_place, group=self._neighbours)
+        # Second hop: every node's rank p gets the parts of all ranks of this node.
         by_node = through.transpose(0, 1).contiguous()
         received = received.view_as(by_node)
         work: dist.Work = dist.all_to_all_single(
@@ -81,6 +83,7 @@ def exchange_over(group: dist.ProcessGroup, nodes: Sequence[object], backend: st
     """
     ranks = dist.get_process_group_ranks(group)
     sizes = node_sizes([nodes[rank] for rank in ranks])
+    # A second hop saves connections only between equal nodes with several ranks each.
     if len(sizes) < 2 or len(set(sizes)) > 1 or sizes[0] == 1:
         return exchange_at_once(group)
     node, place = divmod(ranks.index(dist.get_rank()), sizes[0])
@@ -126,17 +129,17 @@ class DuringBackward:
     # Only for one reduction per step: with several, FSDP2 would accumulate a sum that is not there
     # yet.
     def __init__(self) -> None:
-        self._started: list[tuple[dist.Work, Callable[[], object]]] = []
+        self._pending: list[tuple[dist.Work, Callable[[], object]]] = []
 
     def __call__(self, work: dist.Work, then: Callable[[], object]) -> None:
         """Schedule the function for the end of the backward pass."""
-        if not self._started:
+        if not self._pending:
             Variable._execution_engine.queue_callback(self._finish)
-        self._started.append((work, then))
+        self._pending.append((work, then))
 
     def _finish(self) -> None:
-        started, self._started = self._started, []
-        for work, then in started:
+        pending, self._pending = self._pending, []
+        for work, then in pending:
             at_once(work, then)
 
 
@@ -197,6 +200,7 @@ class Reduction(DefaultReduceScatter):
             work = super().__call__(output_tensor, input_tensor, group, op, async_op=True)
             then(work, lambda: input_tensor)  # keeps the tensor alive until then
             return None
+        # An exchange instead of a reduce-scatter, which would round every partial sum.
         sent = input_tensor.to(self._dtype)
         received = torch.empty_like(sent)
         work = (self._exchange or exchange_at_once(group))(received, sent)
@@ -253,6 +257,7 @@ class DeterministicReduceScatter(ReduceScatter):
         received = torch.empty_like(input_tensor)
         (self._exchange or exchange_at_once(group))(received, input_tensor).wait()
         for shard in received.chunk(group.size()):
+            # From left to right, in the order of virtual ranks: fp32 addition is not associative.
             self._sum = shard.clone() if self._sum is None else self._sum.add_(shard)
         self._round = (self._round + 1) % self._rounds
         if self._round or self._sum is None:

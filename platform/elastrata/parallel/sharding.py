@@ -79,6 +79,7 @@ def axes_as_divided(tensor: Tensor) -> list[MeshAxis]:
     # The order of the mesh, except that FSDP2 divides the shards of tensor parallelism, which it
     # marks with the placement `_StridedShard`.
     plain = [axis for axis in axes if type(placements[axis.number]) is Shard]
+    # Strided axes divided afterwards, from the innermost to the outermost.
     return [*plain, *(axis for axis in reversed(axes) if axis not in plain)]
 
 

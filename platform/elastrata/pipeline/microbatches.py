@@ -55,9 +55,9 @@ def bubble(
     A rank executes its actions in order, each as soon as its inputs are available. A forward pass
     takes the cost of its stage. Each part of a backward pass takes the same, and B and I also take
     the recomputation. Messages take no time. With stages of equal cost, p ranks and m
-    micro-batches, the result is (p - 1) / (m + p - 1) for GPipe and 1F1B, and (p - 1) / (v m + p - 1) for
-    interleaving with v stages on a rank (Narayanan et al. 2021, arXiv 2104.04473, section 2.2, over
-    the whole step).
+    micro-batches, the result is (p - 1) / (m + p - 1) for GPipe and 1F1B, and
+    (p - 1) / (v m + p - 1) for interleaving with v stages on a rank (Narayanan et al. 2021,
+    arXiv 2104.04473, section 2.2, over the whole step).
 
     Args:
         order: actions of every rank.
@@ -81,10 +81,8 @@ def bubble(
         for rank in ready:
             stage, kind, batch = action = remaining[rank].pop(0)
             seconds = costs[stage] * (_RELATIVE_COSTS[kind] + (recomputed if kind in "BI" else 0.0))
-            ended_dependencies = (
-                end_of_action[other] for other in _dependencies(action, len(costs))
-            )
-            seconds_of_rank[rank] = max(seconds_of_rank[rank], *ended_dependencies, 0.0) + seconds
+            dependency_ends = (end_of_action[other] for other in _dependencies(action, len(costs)))
+            seconds_of_rank[rank] = max(seconds_of_rank[rank], *dependency_ends, 0.0) + seconds
             end_of_action[stage, _COMPLETED_AS.get(kind, kind), batch] = seconds_of_rank[rank]
             compute_seconds += seconds
     return 1 - compute_seconds / (len(order) * max(seconds_of_rank.values()))
@@ -295,7 +293,7 @@ class Pipeline(ForwardBackward):
         self, batches: Sequence[Batch], weights: Mapping[str, float], *, trains: bool
     ) -> Loss:
         """Run the schedule and return the sum of the losses on every rank of the pipeline."""
-        count, run = len(batches), self._cached_run(batches, trains=trains)
+        count, run = len(batches), self._get_run(batches, trains=trains)
         for stage in self._stages.stages.values():
             stage.weights, stage.losses = dict(weights), []
         for part in run.stages:
@@ -311,11 +309,12 @@ class Pipeline(ForwardBackward):
         self._agreement.holds(run.stages)
         return self._gather_loss(weights)
 
-    def _cached_run(self, batches: Sequence[Batch], *, trains: bool) -> _Run:
+    def _get_run(self, batches: Sequence[Batch], *, trains: bool) -> _Run:
         hidden_shape = self._workload.hidden_shape(batches[0])
         # With sequence parallelism, hidden states between stages are divided over the tensor ranks.
         parts = self._parallel.tensor if self._parallel.sequence else 1
         shape = (hidden_shape[0] // parts, *hidden_shape[1:])
+        # A schedule of torch has a fixed number and shape of micro-batches.
         key = (len(batches), *shape)
         if trains not in self._runs or self._runs[trains][0] != key:
             self._runs.pop(trains, None)
@@ -386,14 +385,15 @@ class Pipeline(ForwardBackward):
         gathered = [torch.empty_like(own_numbers) for _ in range(self._group.size())]
         dist.all_gather(gathered, own_numbers, group=self._group)
         self._memory = Readback(torch.stack([numbers[0] for numbers in gathered]))
+        # The last stage is always on the last rank, also with several stages per rank.
         return names.loss(gathered[-1][1:])
 
     def _loss_names(self, loss: Loss | None, weights: Mapping[str, float]) -> LossNames:
         """Return the names in a loss, which the last stage sends once."""
         if self._names is None:
             gathered: list[LossNames | None] = [None] * self._group.size()
-            own = LossNames.of(loss) if loss else None
-            dist.all_gather_object(gathered, own, group=self._group)
+            own_names = LossNames.of(loss) if loss else None
+            dist.all_gather_object(gathered, own_names, group=self._group)
             # In a rehearsal one rank stands for all, so the last stage may be missing.
             self._names = gathered[-1] or LossNames(tuple(weights), ())
         return self._names

@@ -37,6 +37,7 @@ def stage_spans(
     """
     if len(costs) < num_stages:
         raise ValueError(f"{len(costs)} blocks for {num_stages} stages")
+    # Prefix sums: the cost of a span of blocks is a difference of two.
     sums = [0, *accumulate(costs)]
 
     def seconds(begin: int, end: int, stage: int) -> float:
@@ -54,6 +55,7 @@ def stage_spans(
             for split in range(stages - 1, blocks)
         )
 
+    # Dynamic programming, twice: first the pace, then the most even division at that pace.
     limit = slowest_seconds(len(costs), num_stages)
 
     @cache
@@ -91,6 +93,7 @@ class Stage(nn.Module):
     def forward(self, hidden: Tensor | None = None, *, batch: Batch) -> Tensor:
         """Return the input of the next stage, or, from the last one, the micro-batch's share in
         the loss."""
+        # `Workload.loss` calls the model with a batch only, so `hidden` must be bound to it.
         part: Any = self.part if hidden is None else partial(self.part, hidden=hidden)
         if not self._is_last:
             return cast(Tensor, part(batch))
@@ -141,18 +144,20 @@ def cut_in_stages(
     stages of about equal cost, and `parallelize` treats each stage like a whole model.
     """
     if parallel.tensor > 1:
+        # The whole model at once, before it is divided: stages share the modules.
         assert isinstance(workload, TensorParallel)
         workload.tensor_parallel(model, mesh["tensor"], parallel.sequence)
     spans = stage_spans(costs, parallel.num_stages, parallel.stage_speeds)
-    own = own_spans(costs, mesh, parallel)
+    spans_by_stage = own_spans(costs, mesh, parallel)
     stages = {
         number: Stage(workload.stage(model, span), workload, is_last=number == len(spans) - 1)
-        for number, span in own.items()
+        for number, span in spans_by_stage.items()
     }
     for stage in stages.values():
         parallelize(
             stage,
             workload.blocks(stage.part),
+            # Without the axis `tensor`, which has been applied above.
             data_axes(mesh),
             precision=precision,
             activation_checkpointing=activation_checkpointing,
@@ -162,7 +167,8 @@ def cut_in_stages(
     # A tied embedding is in the first and the last stage under the same name.
     first, last = (dict(workload.stage(model, spans[n]).named_parameters()) for n in (0, -1))
     return Stages(
-        model=workload.stage(model, [block for span in own.values() for block in span]),
+        # Also with several stages per rank, whose blocks are not consecutive.
+        model=workload.stage(model, [block for span in spans_by_stage.values() for block in span]),
         stages=stages,
         costs=_stage_costs(spans, costs, parallel.stage_speeds or (1.0,)),
         shared=tuple(sorted(first.keys() & last.keys())),

@@ -65,7 +65,7 @@ class StaticConfig(LevelKeys):
 
 
 class RiglSchedule(Config):
-    """When masks change, and how much."""
+    """Interval and size of the changes of masks."""
 
     every: Annotated[int, Field(gt=0, le=10**9)] = 100
     """Steps from one update to the next, counted from the first step of the phase."""
@@ -119,6 +119,7 @@ class GivenConfig(SparsityKeys):
 
 
 def _with_default_method(value: Any) -> Any:
+    # The discriminated union needs a method before it validates.
     return {"method": "static", **value} if isinstance(value, dict) else value
 
 

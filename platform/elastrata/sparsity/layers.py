@@ -71,8 +71,9 @@ def layer_of(parameter: str) -> str:
 
 def layers_named(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """Return the names that match any of the patterns, in their order."""
-    wanted = list(patterns)
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
+    pattern_list = list(patterns)
+    # `fnmatch` ignores case on some systems.
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in pattern_list)]
 
 
 def layer_levels(config: AnySparsity, shapes: Shapes) -> dict[str, float]:
@@ -83,7 +84,9 @@ def layer_levels(config: AnySparsity, shapes: Shapes) -> dict[str, float]:
     if isinstance(config, TwoFourConfig):
         return dict.fromkeys(sparse, config.level)
     explicit_levels = {
-        name: given.level for given in config.levels for name in layers_named(sparse, given.layers)
+        name: layer_level.level
+        for layer_level in config.levels
+        for name in layers_named(sparse, layer_level.layers)
     }
     rest = {name: shapes[name] for name in sparse if name not in explicit_levels}
     if config.distribution == "uniform":
@@ -104,9 +107,10 @@ def erdos_renyi(shapes: Shapes, level: float) -> dict[str, float]:
         rest = {name: shape for name, shape in shapes.items() if name not in dense}
         if not rest:
             return dict.fromkeys(shapes, 0.0)
-        kept = (1 - level) * sum(rows * columns for rows, columns in shapes.values())
-        kept -= sum(rows * columns for rows, columns in (shapes[name] for name in dense))
-        scale = kept / sum(rows + columns for rows, columns in rest.values())
+        num_kept = (1 - level) * sum(rows * columns for rows, columns in shapes.values())
+        # Dense layers use up a part of the weights to keep.
+        num_kept -= sum(rows * columns for rows, columns in (shapes[name] for name in dense))
+        scale = num_kept / sum(rows + columns for rows, columns in rest.values())
         shares = {name: scale * (m + n) / (m * n) for name, (m, n) in rest.items()}
         # A dense layer changes the scale, which may fill further layers: hence the loop.
         full = {name for name, share in shares.items() if share > 1}
@@ -126,9 +130,9 @@ def sparsity_problems(config: AnySparsity, shapes: Shapes) -> Iterator[Problem]:
     yield from _unknown_layers(("layers",), config.layers, shapes)
     sparse = {name: shapes[name] for name in layers_named(shapes, config.layers)}
     if isinstance(config, LevelKeys):
-        for number, given in enumerate(config.levels):
+        for number, layer_level in enumerate(config.levels):
             path = ("levels", str(number), "layers")
-            yield from _unknown_layers(path, given.layers, sparse)
+            yield from _unknown_layers(path, layer_level.layers, sparse)
     if isinstance(config, BlockConfig):
         line = "expected a divisor of the {rows} rows and {columns} columns of {name}"
         both = config.block, config.block
@@ -162,6 +166,7 @@ def _unknown_layers(
 
 def _nearest(pattern: str, shapes: Shapes) -> list[str]:
     """Return the names most similar to the pattern, with `*` for numbers."""
+    # Equal layers of different blocks would otherwise fill the suggestions.
     names = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in shapes))
     return get_close_matches(pattern, names, n=_NUM_NEAREST, cutoff=0.0)
 
@@ -234,15 +239,16 @@ def sparsity_plan(
     dense = _FORWARD_AND_BACKWARD * int(work(seq_len))
     number = sum(zeros.values())
     updates = _num_updates(config, steps) / steps
-    saved = flops_of_zeros(number, seq_len) * (1 - updates)
-    saved += flops_of_zeros(number, seq_len, dense_gradient=True) * updates
+    # A step that updates masks needs the gradients of all weights, and saves less.
+    saved_flops = flops_of_zeros(number, seq_len) * (1 - updates)
+    saved_flops += flops_of_zeros(number, seq_len, dense_gradient=True) * updates
     return SparsityPlan(
         method=config.method if config else "dense",
         shapes={name: shapes[name] for name in zeros},
         zeros=zeros,
         seq_len=seq_len,
         flops_dense=dense,
-        flops=dense - saved,
+        flops=dense - saved_flops,
     )
 
 

@@ -55,14 +55,14 @@ def read_masks(path: str, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
     """
     data = _read(path)
     try:
-        packed, given = _parse(data)
+        packed, layer_shapes = _parse(data)
     # Torch, safetensors and JSON raise exceptions of many types for invalid bytes.
     except Exception:
         raise UserError(
             f"sparsity.masks: {path}: no file of masks, or a damaged one: expected one that "
             f"`elastrata export` wrote as {MASKS_FILE}"
         ) from None
-    for layer, shape in given.items():
+    for layer, shape in layer_shapes.items():
         if layer not in shapes:
             raise UserError(
                 f"sparsity.masks: {path}: of another model: it has a mask for {printable(layer)}, "
@@ -73,12 +73,13 @@ def read_masks(path: str, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
                 f"sparsity.masks: {path}: of another model: its {layer} has the shape "
                 f"{list(shape)}, expected {list(shapes[layer])}"
             )
-    return {name: _unpacked(packed[name], shape) for name, shape in given.items()}
+    return {name: _unpack(packed[name], shape) for name, shape in layer_shapes.items()}
 
 
 def _read(path: str) -> bytes:
     folder, slash, name = path.rpartition("/")
     try:
+        # Limited, as the path may name any file or URL.
         return read_bytes(Storage(folder or slash or "."), name, most=_MOST_BYTES)
     except FileNotFoundError:
         raise UserError(f"sparsity.masks: {path}: no such file") from None
@@ -129,6 +130,6 @@ def _checksum(packed: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> str:
     return digest.hexdigest()
 
 
-def _unpacked(packed: Tensor, shape: Shape) -> Tensor:
+def _unpack(packed: Tensor, shape: Shape) -> Tensor:
     bits = np.unpackbits(packed.numpy(), count=shape[0] * shape[1])
     return torch.from_numpy(bits.astype(np.bool_)).view(*shape)

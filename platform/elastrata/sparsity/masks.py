@@ -100,6 +100,7 @@ class Masks(StepHooks):
         if number == self._phase_number:
             return
         is_first, self._phase_number = self._phase_number < 0, number
+        # A phase with the same sparsity as the previous one continues with its masks.
         if is_first or self._sparsity != before:
             for module in self._sharded:
                 # An evaluation may have left the earlier weights gathered.
@@ -117,6 +118,7 @@ class Masks(StepHooks):
             finite: whether the step's loss is finite; otherwise masks do not change. Read only in
                 steps that update masks.
         """
+        # Reading `finite` waits for the device, hence only in steps that need it.
         if self.is_update and finite and all_finite(self._gradients):
             self._update(optimizer)
         for name, mask in self._masks.items():
@@ -128,7 +130,7 @@ class Masks(StepHooks):
     @override
     @torch.no_grad()
     def after_update(self) -> None:
-        """Zero the weights at zero again."""
+        """Zero all masked weights again."""
         for name, mask in self._masks.items():
             # Their gradient is zero, but the update need not be: Muon's updates are those of whole
             # matrices.
@@ -153,9 +155,9 @@ class Masks(StepHooks):
         """Return the step's FLOPs of products with zeros, and the sparsity if it has changed.
         Collective."""
         zeros = flops_of_zeros(self._zeros_in_all, tokens, dense_gradient=self.is_update)
-        return {"flops_of_zeros": zeros, "layer_sparsity": self._changed_sparsity()}
+        return {"flops_of_zeros": zeros, "layer_sparsity": self._take_changed_sparsity()}
 
-    def _changed_sparsity(self) -> dict[str, float]:
+    def _take_changed_sparsity(self) -> dict[str, float]:
         """Return the counted share of exact zeros by layer; empty if masks have not changed.
         Collective."""
         if not self._has_changed:
@@ -181,6 +183,7 @@ class Masks(StepHooks):
             self._set_masks(
                 {name: no_mask(self._matrices[name]) for name in self._sparse_levels(config)}
             )
+            # `load` fills tensors in place, so they must exist with their layout.
             load({MASKS: self._masks})
             self._count()
         else:
@@ -274,6 +277,7 @@ class Masks(StepHooks):
             is_zero = mask_before | masks[name] if name in masks else mask_before
             local(matrix).masked_fill_(is_zero, 0.0)
             for value in optimizer.state.get(matrix, {}).values():
+                # Running means; the count of steps is a scalar.
                 if isinstance(value, Tensor) and value.shape == matrix.shape:
                     local(value).masked_fill_(is_zero, 0.0)
         self._set_masks(masks)
@@ -301,4 +305,5 @@ class Masks(StepHooks):
 
 def _is_stored(config: AnySparsity | None) -> bool:
     """Return whether checkpoints need the masks, as they do not follow from the recipe alone."""
+    # RigL's masks depend on gradients, and a file may change or disappear.
     return isinstance(config, RiglConfig | GivenConfig)

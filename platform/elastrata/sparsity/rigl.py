@@ -82,9 +82,9 @@ def sums_over_shards(matrices: Sequence[Tensor], values: Tensor) -> Tensor:
     for axis, numbers in rows.items():
         # Indexing with a list would make the host wait for the device.
         places = to_device(torch.tensor(numbers), values.device)
-        summed = values.index_select(0, places)
-        dist.all_reduce(summed, group=axis.group)
-        values.index_copy_(0, places, summed)
+        sums = values.index_select(0, places)
+        dist.all_reduce(sums, group=axis.group)
+        values.index_copy_(0, places, sums)
     return values
 
 
@@ -288,14 +288,14 @@ def _random_two_of_four(matrix: Tensor, name_key: int) -> Tensor:
 
 def element_hashes(key: int, elements: Tensor) -> Tensor:
     """Return `hashing.combine(key, elements)`; unique among the elements of a key."""
-    return _mix(elements ^ _signed(int(mix(key))))
+    return _mix(elements ^ _to_signed(int(mix(key))))
 
 
 def _mix(values: Tensor) -> Tensor:
     """Return `hashing.mix`. Sums and products wrap around."""
-    z = values + _signed(_GOLDEN)
-    z = (z ^ _shift_right(z, 30)) * _signed(_M1)
-    z = (z ^ _shift_right(z, 27)) * _signed(_M2)
+    z = values + _to_signed(_GOLDEN)
+    z = (z ^ _shift_right(z, 30)) * _to_signed(_M1)
+    z = (z ^ _shift_right(z, 27)) * _to_signed(_M2)
     return z ^ _shift_right(z, 31)
 
 
@@ -304,7 +304,7 @@ def _shift_right(values: Tensor, bits: int) -> Tensor:
     return (values >> bits) & ((1 << (_HASH_BITS - bits)) - 1)
 
 
-def _signed(bits: int) -> int:
+def _to_signed(bits: int) -> int:
     return bits - (1 << _HASH_BITS) if bits >> (_HASH_BITS - 1) else bits
 
 

@@ -102,5 +102,5 @@ def _storage_key(name: str, tensor: Tensor) -> _StorageKey:
     """Return a key of the memory of this rank's shard. Tied tensors have the same key."""
     shard = local(tensor)
     # Empty shards of different tensors may have the same address, so their key includes the name.
-    own = "" if shard.numel() else name
-    return own, shard.untyped_storage()._cdata, int(shard.storage_offset()), shard.shape
+    name_if_empty = "" if shard.numel() else name
+    return name_if_empty, shard.untyped_storage()._cdata, int(shard.storage_offset()), shard.shape

@@ -58,6 +58,7 @@ def scale_down(gradient: Tensor, norm: Tensor, limit: float) -> None:
     Values that are not finite remain so: NaN is not above any limit, and infinity times zero is
     NaN.
     """
+    # `where` instead of a branch, so that the host need not read the norm from the device.
     gradient.mul_(torch.where(norm > limit, limit * (1 - _ROOM) / norm, 1.0))
 
 
@@ -107,12 +108,13 @@ def buckets_of(model: nn.Module, max_norm: float, pipeline: StageRanks | None = 
     inner = [list(cast(nn.Module, module).parameters()) for module in modules]
     inside = {id(parameter) for parameters in inner for parameter in parameters}
     rest = {name: p for name, p in model.named_parameters() if id(p) not in inside}
+    # A tied embedding is in two stages and must count once.
     elsewhere = pipeline.counted_elsewhere if pipeline else ()
     counted = [p for name, p in rest.items() if name not in elsewhere]
     sizes = [_size(parameters) for parameters in inner]
     in_blocks, in_rest = sum(sizes), _size(counted)
     if pipeline is not None:
-        # Every rank knows the sizes of its own stages only.
+        # Every rank only knows the sizes of its stages.
         totals = torch.tensor([in_blocks, in_rest], device=next(model.parameters()).device)
         dist.all_reduce(totals, group=pipeline.group)
         in_blocks, in_rest = totals.tolist()
@@ -142,6 +144,7 @@ class ReducedBucketClip:
         groups = _groups(_mesh(buckets.model), "shard", "tensor")
         self._norms: list[Tensor] = []
         for module, limit in buckets.modules:
+            # FSDP2 calls this hook with the reduced shard, after the all-reduce of HSDP.
             module.set_all_reduce_hook(partial(self._clip, BucketNorm(module, groups), limit))
 
     def before_backward(self, share: float) -> None:
@@ -184,9 +187,12 @@ class LateBucketClip:
         norms = gradient_norms([_gradients(bucket) for bucket in counted]).to(self._device)
         squares = torch.stack([norms[:-1].square().sum(), norms[-1].square()])
         if pipeline is not None:
+            # A block belongs to one stage, so only the sum of squares and the shared bucket need a
+            # message.
             dist.all_reduce(squares, group=pipeline.group)
         for block, norm in zip(blocks, norms[:-1], strict=True):
             _scale_all_down(block.parameters, norm, block.limit)
+        # All of them, including those that another stage counts: their gradients are copies.
         _scale_all_down(self._buckets.rest, squares[1].sqrt(), self._buckets.rest_limit)
         return squares.sum().sqrt()
 
@@ -213,10 +219,12 @@ class LocalBucketClip:
     def __init__(self, buckets: Buckets) -> None:
         mesh, self._share = _mesh(buckets.model), 0.0
         groups = _groups(mesh, "tensor")
+        # Only for the record: clipping itself does not use it.
         self._norm = ModelNorm(buckets.model, gradient_norm, buckets.pipeline)
         self._rest = LateBucketClip(replace(buckets, blocks=())) if buckets.pipeline else None
         dp_size = mesh.size() // math.prod(group.size() for group in groups)
         if dp_size > 1 and mesh["shard"].size() == 1:
+            # Raised here instead of by the recipe's checks, as it depends on the number of workers.
             raise ValueError("clip.scope: local: expected at least two workers per copy of a model")
         for module, limit in buckets.modules:
             clip = partial(self._clip, BucketNorm(module, groups), limit)

@@ -88,12 +88,14 @@ def build_clip(
         ValueError: `scope=local` with a whole copy of the model, or of its stages, on every rank.
     """
     if config.method != "bucketwise":
+        # With `none` the norm is still measured, for the step's record.
         max_norm = config.max_norm if config.method == "global_norm" else None
         measure = reproducible_norm if ordered else gradient_norm
         return WholeClip(model, max_norm, measure, pipeline)
     buckets = buckets_of(model, config.max_norm, pipeline)
     if config.scope == "local":
         return LocalBucketClip(buckets)
+    # The early clip overlaps its messages with the backward pass, so it is preferred.
     return LateBucketClip(buckets) if late or pipeline else ReducedBucketClip(buckets)
 
 

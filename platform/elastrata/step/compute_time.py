@@ -58,20 +58,21 @@ class ThreadTime(OwnTime):
             self._clock: Callable[[], float] = time.thread_time
         else:
             self._clock = self._read_scheduler
-        self._began = 0.0
+        self._begin_seconds = 0.0
 
     @override
     def begin(self) -> None:
-        self._began = self._clock()
+        self._begin_seconds = self._clock()
 
     @override
     def effort(self, work: float) -> Effort:
-        return Effort(self._clock() - self._began, work)
+        return Effort(self._clock() - self._begin_seconds, work)
 
     @override
     def close(self) -> None:
         if self._file is not None:
             os.close(self._file)
+            # A late measurement must not read the closed file.
             self._file, self._clock = None, time.thread_time
 
     def _read_scheduler(self) -> float:
@@ -97,16 +98,16 @@ class ClockSpan(Span):
     """An interval of wall-clock time."""
 
     def __init__(self) -> None:
-        self._began = self._ended = time.perf_counter()
+        self._begin_seconds = self._end_seconds = time.perf_counter()
 
     @override
     def end(self) -> None:
-        self._ended = time.perf_counter()
+        self._end_seconds = time.perf_counter()
 
     @property
     @override
     def seconds(self) -> float:
-        return self._ended - self._began
+        return self._end_seconds - self._begin_seconds
 
 
 class BlockTime(OwnTime):

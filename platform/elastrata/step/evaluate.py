@@ -36,7 +36,7 @@ class NamedSet(Config):
 
 
 class EvaluationConfig(Config):
-    """When and on how much held-out data the model is evaluated."""
+    """Intervals, data and size of evaluations."""
 
     either: ClassVar = (("every",), ("every_samples",))
 
@@ -57,6 +57,7 @@ class EvaluationConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _samples_replace_steps(cls, value: Any) -> Any:
+        # `every` has a default, which would otherwise conflict with `every_samples`.
         if isinstance(value, dict) and value.get("every_samples") is not None:
             return {"every": None, **value}
         return value
@@ -84,6 +85,7 @@ def evaluation_due(
         return True
     if config.every_samples is None:
         return config.every is not None and step % config.every == 0
+    # A batch seldom ends at a multiple: the first step that crosses one counts.
     return samples // config.every_samples > (samples - batch_samples) // config.every_samples
 
 
@@ -123,6 +125,7 @@ def held_out_step(
         num_steps=1,
         batch_size=min(samples, batches.samples),
     )
+    # Payloads come in the order of ranks, and only this rank's is decoded.
     for number, payload in enumerate(batches.payloads(group, num_ranks, kinds=kinds)):
         if number == rank:
             return next(decode(payload, batches.manifest.token_dtype))

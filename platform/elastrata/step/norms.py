@@ -128,6 +128,7 @@ def reproducible_norm(tensors: Sequence[Tensor]) -> Tensor:
     device = shards[0].device
     largest = torch.stack([t.abs().max() if t.numel() else t.new_zeros(()) for t in shards]).max()
     if is_sharded:
+        # All ranks must round to multiples of the same units.
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     exponent = torch.frexp(largest.double().square()).exponent.long()
     count = sum(t.numel() for t in tensors)

@@ -152,6 +152,7 @@ class Prefetch(Iterator[RankStep]):
     @property
     def next_ready(self) -> ReadyStep | None:
         """The following step if it is ready already, else None; never blocks."""
+        # An exception is raised later, by the step that it belongs to.
         if self._pending is None or not self._pending.done() or self._pending.exception():
             return None
         read = self._pending.result()

@@ -141,6 +141,7 @@ class StepRecord:
             metrics["perf/micro_batch_tokens"] = self.micro_batch_tokens
         if self.bubble is not None:
             metrics["perf/bubble"] = self.bubble
+            # The stage that is closest to its memory limit.
             metrics["perf/memory_bytes"] = max(self.memory_by_stage)
         if self.flops_of_zeros:
             metrics["sparsity/flops_of_zeros"] = self.flops_of_zeros / self.flops

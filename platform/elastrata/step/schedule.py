@@ -44,7 +44,7 @@ class DecayConfig(Config):
 
 
 class ScheduleConfig(Config):
-    """How the learning rate moves: linear warm-up from 0, then a decay to `final` of the peak.
+    """Learning-rate schedule: linear warm-up from 0, then a decay to `final` of the peak.
 
     MLPerf's BERT (github.com/mlcommons/training) is `shape: polynomial`, `decay_from: first_step`,
     with its poly_power as `power` and its start_warmup_step, negated, as `warmup_offset`.
@@ -99,12 +99,14 @@ class ScheduleConfig(Config):
         """Return the number of warm-up steps in a run of `steps`."""
         if self.warmup_ratio is None:
             return self.warmup_steps
+        # At least the last step has the full rate.
         return min(round(self.warmup_ratio * steps), steps - 1)
 
     def decay_start(self, steps: int) -> int:
         """Return the number of steps before the decay in a run of `steps`."""
         warmup = self.warmup(steps) - self.warmup_offset
         if self.shape == "wsd":
+            # A decay that is longer than the rest of the run begins right after the warm-up.
             return max(warmup, steps - self.decay.length(steps))
         return warmup if self.decay_from == "warmup_end" else 0
 
@@ -125,16 +127,16 @@ def learning_rate(config: ScheduleConfig, *, peak: float, step: int, steps: int)
     return peak * (config.final + (1 - config.final) * remaining)
 
 
-def _remaining_share(config: ScheduleConfig, done: float) -> float:
+def _remaining_share(config: ScheduleConfig, progress: float) -> float:
     """Return the remaining share of the way from the peak to the final rate, from 1 down to 0."""
     match config.decay.shape if config.shape == "wsd" else config.shape:
         case "constant":
             return 1.0
         case "linear":
-            return 1 - done
+            return 1 - progress
         case "cosine":
-            return (1 + math.cos(math.pi * done)) / 2
+            return (1 + math.cos(math.pi * progress)) / 2
         case "1-sqrt":
-            return 1 - math.sqrt(done)
+            return 1 - math.sqrt(progress)
         case "polynomial":
-            return (1 - done) ** config.power  # type: ignore[no-any-return]
+            return (1 - progress) ** config.power  # type: ignore[no-any-return]

@@ -58,7 +58,7 @@ def num_slots(world_size: int) -> int:
     return 2 * world_size if world_size > 1 else 0
 
 
-def _own_rank() -> int:
+def _get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -80,7 +80,7 @@ def written(
     # Other ranks of a data rank have the same samples, which must count once.
     summands = next_sums if is_ready and is_primary else None
     sums = [summands[name] if summands else 0.0 for name in names]
-    efforts, rank = [0.0] * num_slots(world_size), _own_rank()
+    efforts, rank = [0.0] * num_slots(world_size), _get_rank()
     # Every rank fills its slots and leaves zeros in the others, so that the sum gathers all
     # efforts.
     efforts[2 * rank : 2 * rank + 2] = [effort.seconds, effort.work] if efforts else []

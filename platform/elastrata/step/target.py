@@ -14,7 +14,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class TargetConfig(Config):
-    """Ends the run as soon as an evaluation reaches it; how long that took is on record."""
+    """Target value of a metric. The run ends when an evaluation reaches it, and its record
+    states the time."""
 
     either: ClassVar = (("at_least",), ("at_most",))
 
@@ -35,6 +36,7 @@ class TargetConfig(Config):
 
 def reached(target: TargetConfig | None, metrics: Mapping[str, float]) -> bool:
     """Return whether an evaluation reached the target; always false without an evaluation."""
+    # A diverged loss must not count as reached, nor a metric that was not evaluated.
     if target is None or not math.isfinite(value := metrics.get(target.metric, math.nan)):
         return False
     if target.at_least is not None:

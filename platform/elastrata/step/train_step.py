@@ -128,16 +128,16 @@ def train_step(
     clip.before_backward(share_of(batches, weights))
     losses = forward_backward.train(batches, weights, rounds=rounds)
     sums = loss_sums(losses)
-    added_up = _all_reduced(sums.values, is_primary, more() if more else None)
+    reduced_sums = _all_reduce(sums.values, is_primary, more() if more else None)
     stopwatch.out_of_model()
-    loss_is_finite = sums.terms_of(added_up).sum().isfinite()
+    loss_is_finite = sums.terms_of(reduced_sums).sum().isfinite()
     before_change()
     hooks.before_clip(optimizer, finite=loss_is_finite)
     gradient_norm = clip.after_backward().detach()
     finite = loss_is_finite & gradient_norm.isfinite()
     # One copy for all numbers of the step, so that the host waits for the device once.
     readback = Readback(
-        torch.cat([added_up, torch.stack([gradient_norm.double(), finite.double()])])
+        torch.cat([reduced_sums, torch.stack([gradient_norm.double(), finite.double()])])
     )
     if skips_on_device(optimizer, device):
         # The host launches the update before it knows whether it is applied, so the device never
@@ -178,7 +178,7 @@ class _ModelStopwatch:
     """Measures the seconds of a step in the model and after it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._began = time.perf_counter()
+        self._begin_seconds = time.perf_counter()
         # A GPU's time must be measured on the device: the host only launches its work, and is done
         # early.
         self._span = DeviceSpan() if device.type == "cuda" else None
@@ -186,7 +186,7 @@ class _ModelStopwatch:
 
     def out_of_model(self) -> None:
         """Mark the end of the passes and their losses."""
-        self._in_model = time.perf_counter() - self._began
+        self._in_model = time.perf_counter() - self._begin_seconds
         if self._span:
             self._span.end()
 
@@ -195,7 +195,7 @@ class _ModelStopwatch:
 
         Call it once the step's numbers are read.
         """
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self._begin_seconds
         in_model = self._span.seconds if self._span else self._in_model
         return in_model, max(0.0, seconds - in_model)
 
@@ -213,6 +213,7 @@ def share_of(batches: Sequence[Batch], weights: Mapping[str, float]) -> float:
     shares = [
         sum(batch.weights.get(term, 0.0) for batch in batches) / total
         for term, total in weights.items()
+        # Losses of sources are only reported and are not part of the training loss.
         if total > 0 and not term.startswith(SOURCE_LOSS)
     ]
     return sum(shares) / len(shares) if shares else 0.0
@@ -277,14 +278,15 @@ def mean_loss(
 ) -> StepLoss:
     """Return the means over the global batch, from the sums of all primary ranks. Collective."""
     sums = loss_sums(losses)
-    return sums.means(_all_reduced(sums.values, is_primary).tolist(), weights)
+    return sums.means(_all_reduce(sums.values, is_primary).tolist(), weights)
 
 
-def _all_reduced(sums: Tensor, is_primary: bool, more: Tensor | None = None) -> Tensor:
+def _all_reduce(sums: Tensor, is_primary: bool, more: Tensor | None = None) -> Tensor:
     """Return sums over samples of all primary ranks, followed by sums of `more` over all ranks."""
     # Other ranks of a data rank have the same samples, which must count once.
     values = sums if is_primary else torch.zeros_like(sums)
     if more is not None:
+        # One message instead of two.
         values = torch.cat([values, more])
     if dist.is_initialized():
         dist.all_reduce(values)

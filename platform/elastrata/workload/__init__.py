@@ -1,1 +1,1 @@
-"""The seam between the engine and a model family, and the files of its weights."""
+"""The interface between the engine and a model family, and the files of model weights."""

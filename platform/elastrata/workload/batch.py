@@ -1,4 +1,4 @@
-"""A micro-batch, ready for a model: whatever a workload's model takes, or samples side by side."""
+"""A micro-batch for a model: a workload's own batch, or padded samples."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from elastrata_pipelines.rows import Rows
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch, ready for the model. Workloads subclass it with their tensors."""
+    """One micro-batch, ready for the model. Workloads subclass it and add their tensors."""
 
+    # Known before the forward pass, so that the step can divide by the weight of the global batch.
     weights: Mapping[str, float]
-    """Per loss term the weight (number of predictions) of this micro-batch, known before the
-    forward pass so that the step can divide by the weight of the global batch."""
+    """Weight (number of predictions) of this micro-batch by loss term."""
     num_positions: int
-    """Token positions the model computes on, padding included."""
+    """Number of token positions that the model computes, including padding."""
 
     def to(self, device: torch.device) -> Self:
-        """A copy with all its tensors on `device`; the host waits for none of them."""
-        moved = {
+        """Return a copy with all tensors on `device`, without a wait of the host."""
+        tensors = {
             name: to_device(value, device)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
-        return type(self)(**{**vars(self), **moved})
+        return type(self)(**{**vars(self), **tensors})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +41,23 @@ class Padded:
     tokens: Tensor
     """Shape [N, L], int64."""
     lengths: Tensor
-    """Shape [N], int64; 0 for the sample of a batch that has none."""
+    """Shape [N], int64; 0 for the filler of an empty batch."""
 
     @property
     def is_real(self) -> Tensor:
-        """Shape [N, L], bool: where there is a token, no padding."""
+        """Mask of real tokens, shape [N, L], bool."""
         return torch.arange(self.tokens.shape[1])[None, :] < self.lengths[:, None]
 
 
 def padded(rows: Rows, pad_id: int) -> Padded:
-    """Samples side by side. Rows that are empty give one sample of padding, so that the model runs
-    and collectives match.
+    """Return samples padded to the longest one.
 
     Args:
-        rows: the samples; a micro-batch's are close in length, so little is padding.
-        pad_id: what fills them up.
+        rows: the samples. Those of a micro-batch have similar lengths, so there is little padding.
+        pad_id: token id of the padding.
     """
+    # Empty rows give one sample of padding, so that the model runs and its collectives match those
+    # of other ranks.
     count, longest = max(1, len(rows)), max(1, int(rows.lengths.max(initial=0)))
     lengths = np.zeros(count, dtype=np.int64)
     lengths[: len(rows)] = rows.lengths

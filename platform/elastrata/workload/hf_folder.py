@@ -1,5 +1,7 @@
-"""Weight files: a model's tensors as safetensors, in one file or in several with an index, by the
-names that transformers looks for."""
+"""Weight files: a model's tensors in the safetensors layout of transformers.
+
+One file, or several with an index.
+"""
 
 from __future__ import annotations
 
@@ -24,35 +26,35 @@ INDEX = f"{_STEM}.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True)
 class WeightForm:
-    """The form in which weights are written."""
+    """Format of the written weights."""
 
     dtype: torch.dtype = torch.float32
-    """Of all tensors of floats."""
+    """Type of all floating-point tensors."""
     shard_bytes: int = 5 * 10**9
-    """Most bytes of a file's tensors; a larger tensor has a file of its own."""
+    """Largest size of a file's tensors. A larger tensor gets a separate file."""
 
     @property
     def dtype_name(self) -> str:
-        """As transformers' configurations have it: `float32`."""
+        """Name of the type in configurations of transformers, such as `float32`."""
         return str(self.dtype).removeprefix("torch.")
 
 
 def weight_form(dtype: str, shard_size: str) -> WeightForm:
-    """The form that `--dtype` and `--shard-size` of a command say.
+    """Parse a command's options `--dtype` and `--shard-size`.
 
     Args:
         dtype: fp32, bf16 or fp16.
         shard_size: a number with a unit, such as 5GB (10^9 bytes) or 5GiB (2^30).
 
     Raises:
-        UserError: they do not; a line each.
+        UserError: an option is invalid; one line each.
     """
     problems = []
     if dtype not in _DTYPES:
         known = f"expected {', '.join(_DTYPES)}{nearest(dtype, _DTYPES)}"
         problems.append(f"--dtype: {dtype}: {known}")
-    found = _SIZE.fullmatch(shard_size)
-    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = _SIZE.fullmatch(shard_size)
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size < 1:
         problems.append(
             f"--shard-size: {shard_size}: expected a number above 0 with one of the units "
@@ -64,23 +66,21 @@ def weight_form(dtype: str, shard_size: str) -> WeightForm:
 
 
 AS_TRAINED = WeightForm()
-"""In fp32, as the engine keeps them."""
+"""In fp32, the engine's own type."""
 
 
 def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], form: WeightForm) -> None:
-    """Writes `model.safetensors`, or `model-00001-of-00003.safetensors`... with an index.
-
-    Beside the tensors of the file that is being filled, no more than one is held at once, if
-    `weights` makes them one by one.
+    """Write `model.safetensors`, or `model-00001-of-00003.safetensors`... with an index.
 
     Args:
-        folder: to write into.
-        weights: names and tensors, each once; tensors that share memory are written twice.
-        form: their form.
+        folder: target folder.
+        weights: unique names and tensors. Tensors that share memory are written twice.
+        form: format of the weights.
     """
     shards, total_bytes, num_numbers = _Shards(folder), 0, 0
+    # One by one: apart from the tensors of the current file, only one tensor need be in memory.
     for name, value in weights:
-        tensor = _written(value, form.dtype)
+        tensor = _prepare(value, form.dtype)
         if shards.bytes and shards.bytes + tensor.nbytes > form.shard_bytes:
             shards.end()
         shards.add(name, tensor)
@@ -88,13 +88,14 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], form: Wei
     shards.end()
     files = shards.rename()
     if len(set(files.values())) > 1:
-        about = {"total_parameters": num_numbers, "total_size": total_bytes}
-        index = {"metadata": about, "weight_map": files}
+        # The index's keys are those that transformers writes.
+        metadata = {"total_parameters": num_numbers, "total_size": total_bytes}
+        index = {"metadata": metadata, "weight_map": files}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def num_numbers(folder: Path) -> int:
-    """How many numbers a folder's weight files have, by their headers."""
+    """Return the number of elements in a folder's weight files, read from their headers."""
     from safetensors import safe_open
 
     count = 0
@@ -106,7 +107,7 @@ def num_numbers(folder: Path) -> int:
 
 
 class _Shards:
-    """The files, one after the other; how many there are is known, and named, in the end."""
+    """Writes consecutive files, and renames them once their number is known."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -119,9 +120,9 @@ class _Shards:
         self.bytes += tensor.nbytes
 
     def end(self) -> None:
-        """Writes the file that is being filled, and forgets its tensors."""
+        """Write the current file and free its tensors."""
         if self._filling or not self._written:
-            # Imported here: training does without safetensors.
+            # Imported here: training does not need safetensors.
             from safetensors.torch import save_file
 
             path = self._folder / f"{_STEM}-{len(self._written)}.safetensors"
@@ -130,9 +131,10 @@ class _Shards:
         self._filling, self.bytes = {}, 0
 
     def rename(self) -> dict[str, str]:
-        """Gives the files their names; returns that of every tensor's."""
+        """Give the files their final names, and return the file of every tensor."""
         count, files = len(self._written), dict[str, str]()
         for number, names in enumerate(self._written):
+            # Names include the number of files, which is only known in the end.
             part = f"-{number + 1:05d}-of-{count:05d}" if count > 1 else ""
             file = f"{_STEM}{part}.safetensors"
             (self._folder / f"{_STEM}-{number}.safetensors").rename(self._folder / file)
@@ -140,9 +142,11 @@ class _Shards:
         return files
 
 
-def _written(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor as it is written: contiguous, and with nothing beside it in its memory."""
+def _prepare(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in the written type, contiguous, with a storage that has no other
+    elements."""
     value = value.detach()
     value = value.to(dtype) if value.is_floating_point() else value
+    # safetensors refuses tensors that share a storage.
     is_part = value.untyped_storage().nbytes() != value.nbytes
     return value.contiguous().clone() if is_part else value.contiguous()

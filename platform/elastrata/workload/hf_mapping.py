@@ -1,6 +1,6 @@
-"""The counterpart of a workload's model in transformers: where each of its tensors lies there.
+"""The counterpart of a workload's model in transformers: the names and layouts of its tensors.
 
-One table for both ways: an export is made by it, and a run that begins with weights reads by it.
+One table serves exports and runs that begin with given weights.
 """
 
 from __future__ import annotations
@@ -19,151 +19,158 @@ from elastrata_pipelines.format import Vocabulary
 
 Shape = tuple[int, ...]
 Box = tuple[slice, ...]
-"""A range in each dim of a tensor."""
-_OLD_ENDINGS = {".gamma": ".weight", ".beta": ".bias"}
-"""Of norms, in files from TensorFlow's days; transformers renames them, too."""
+"""A range for each dim of a tensor."""
+_OLD_SUFFIXES = {".gamma": ".weight", ".beta": ".bias"}
+"""Suffixes of norms in files converted from TensorFlow, which transformers also renames."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The place of a parameter's numbers in the tensor of another model."""
+    """The place of a parameter in a tensor of another model."""
 
     name: str
-    """The tensor's."""
+    """Name of the tensor."""
     transposed: bool = False
-    """A matrix that is [inputs, outputs] there."""
+    """Whether the tensor is stored as [inputs, outputs]."""
     part: int = 0
-    """Along our first dim it is this one..."""
+    """Index of the parameter's part along its first dim."""
     parts: int = 1
-    """... of so many equal parts of the tensor."""
+    """Number of equal parts of the tensor."""
 
     def shape(self, ours: Shape) -> Shape:
-        """The tensor's, from the parameter's."""
+        """Return the shape of the tensor for the parameter's shape."""
         whole = (self.parts * ours[0], *ours[1:])
         return whole[::-1] if self.transposed else whole
 
     def box(self, ours: Box, rows: int) -> Box:
-        """The place in the tensor of a place in the parameter, which has so many rows."""
+        """Return the place in the tensor of a place in the parameter, which has `rows` rows."""
         first, *rest = ours
         shift = self.part * rows
-        moved = (slice(first.start + shift, first.stop + shift), *rest)
-        return moved[::-1] if self.transposed else moved
+        shifted = (slice(first.start + shift, first.stop + shift), *rest)
+        return shifted[::-1] if self.transposed else shifted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counterpart:
-    """A model in transformers that computes what a workload's model does."""
+    """A model in transformers with the same computation as a workload's model."""
 
     origins: Mapping[str, Origin] = field(default_factory=dict)
-    """By our name; a parameter that is not among them has the same name there."""
+    """Origins by parameter name; other parameters have the same name there."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Names that a file may have beside others that hold the same numbers."""
+    """Redundant names in a file, with the names of the tensors that they repeat."""
     fills_with_zeros: bool = False
-    """Whether it has zeros where `origins` has a parameter and our model has none."""
+    """Whether it has zeros for those of `origins` that our model does not have."""
     prefix: str = ""
-    """What names in the file of a model without its head leave out."""
+    """Prefix that names lack in files of a model without its head."""
     unused: tuple[str, ...] = ()
-    """Patterns of names that hold nothing which was learned, such as tables of angles."""
+    """Patterns of names without learned values, such as tables of angles."""
     left_out: tuple[str, ...] = ()
-    """Patterns of names that hold a part which our model does without, and may."""
+    """Patterns of names of parts that our model may do without."""
 
     def origin(self, name: str) -> Origin:
-        """Of our parameter of that name."""
+        """Return the origin of our parameter."""
         return self.origins.get(name) or Origin(name=name)
 
     def zeros(self, ours: Iterable[str]) -> set[str]:
-        """Their tensors, all zeros, for which a model with these parameters has none."""
+        """Return the names of tensors with zeros, for which a model with these parameters has no
+        parameter."""
         if not self.fills_with_zeros:
             return set()
-        known = set(ours)
-        return {origin.name for name, origin in self.origins.items() if name not in known}
+        our_names = set(ours)
+        return {origin.name for name, origin in self.origins.items() if name not in our_names}
 
     def known_names(self, given: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
-        """The names of a file, by those that they have here."""
+        """Return the names in a file by the corresponding names of this counterpart."""
         ours = list(ours)
-        known = {*(self.origin(name).name for name in ours), *self.zeros(ours), *self.tied}
-        found = {}
+        their_names = {*(self.origin(name).name for name in ours), *self.zeros(ours), *self.tied}
+        names_by_ours = {}
         for name in given:
-            plain = _without_old_ending(name)
+            plain = _replace_old_suffix(name)
             longer = f"{self.prefix}{plain}"
-            is_known = plain in known or not (longer in known or self._may_be(longer))
-            found[plain if is_known else longer] = name
-        return found
+            # Add the prefix only if the longer name exists, so that unknown names are reported as
+            # they are in the file.
+            is_known = plain in their_names or not (
+                longer in their_names or self._is_optional(longer)
+            )
+            names_by_ours[plain if is_known else longer] = name
+        return names_by_ours
 
-    def _may_be(self, name: str) -> bool:
+    def _is_optional(self, name: str) -> bool:
         return any(re.fullmatch(form, name) for form in (*self.unused, *self.left_out))
 
     def is_unused(self, name: str) -> bool:
-        """Whether nothing is lost without it."""
+        """Return whether a tensor has no learned values."""
         return any(re.fullmatch(form, name) for form in self.unused)
 
     def is_left_out(self, name: str) -> bool:
-        """Whether it belongs to a part that our model does without."""
+        """Return whether a tensor belongs to a part that our model may do without."""
         return any(re.fullmatch(form, name) for form in self.left_out)
 
     def to_theirs(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors of their state dict from ours, one after the other; none of ours is
-        looked up before it is needed."""
+        """Yield names and tensors of their state dict from ours, one by one."""
+        # Names first: `state` may read each tensor on access, so that only a few are in memory.
         parts: dict[str, dict[int, str]] = {}
-        turned: set[str] = set()
+        transposed: set[str] = set()
         for name in state:
             origin = self.origin(name)
             parts.setdefault(origin.name, {})[origin.part] = name
-            turned |= {origin.name} if origin.transposed else set()
-        for theirs, found in parts.items():
-            value = _joined([state[found[number]] for number in sorted(found)])
-            yield theirs, value.T.contiguous() if theirs in turned else value
+            transposed |= {origin.name} if origin.transposed else set()
+        for their_name, part_names in parts.items():
+            value = _join([state[part_names[number]] for number in sorted(part_names)])
+            yield their_name, value.T.contiguous() if their_name in transposed else value
         yield from self._zero_vectors(state)
 
     def _zero_vectors(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Biases: as long as their weights have rows."""
+        """Yield biases of zeros, each of the length of its weight's rows."""
         if not self.fills_with_zeros:
             return
         missing = {o.name: (n, o.parts) for n, o in self.origins.items() if n not in state}
-        for theirs, (name, parts) in missing.items():
+        for their_name, (name, parts) in missing.items():
             weight = state[f"{name.removesuffix('bias')}weight"]
-            yield theirs, weight.new_zeros(parts * weight.shape[0])
+            yield their_name, weight.new_zeros(parts * weight.shape[0])
 
     def to_ours(self, names: Iterable[str], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of our parameters that theirs has, from its state dict."""
+        """Return those of our parameters that their state dict has."""
         ours = {}
         for name in names:
             origin = self.origin(name)
             if origin.name in weights:
                 value = weights[origin.name]
-                turned = value.T if origin.transposed else value
-                ours[name] = turned.chunk(origin.parts)[origin.part].contiguous()
+                oriented = value.T if origin.transposed else value
+                ours[name] = oriented.chunk(origin.parts)[origin.part].contiguous()
         return ours
 
 
 class HasCounterpart(Workload):
-    """A workload whose models transformers has, too: runs of it can begin with such a folder."""
+    """A workload whose models also exist in transformers, so that runs can begin with such a
+    folder."""
 
     @classmethod
     @abstractmethod
     def settings_of(cls, config: Any) -> dict[str, Any] | None:
-        """The keys by which it is the model of a transformers configuration; None where that has
-        another model.
+        """Return the workload's keys for a transformers configuration; None for another kind of
+        model.
 
         Raises:
-            UserError: it is a model of this kind with a part that this workload lacks.
+            UserError: it is a model of this kind, but has a part that this workload does not
+                support.
         """
 
     @abstractmethod
     def counterpart(self, vocabulary: Vocabulary) -> Counterpart:
-        """Where its parameters lie in transformers' model.
+        """Return the counterpart of this workload's model.
 
         Raises:
             UserError: transformers has no such model.
         """
 
 
-def _without_old_ending(name: str) -> str:
-    for old, new in _OLD_ENDINGS.items():
+def _replace_old_suffix(name: str) -> str:
+    for old, new in _OLD_SUFFIXES.items():
         if name.endswith(old):
             return f"{name.removesuffix(old)}{new}"
     return name
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _join(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)

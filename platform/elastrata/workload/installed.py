@@ -1,5 +1,7 @@
-"""What this process finds and sets before anything heavy is imported: installed workloads and the
-allocator of GPU memory. Imports nothing heavy itself."""
+"""Lookup of installed workloads and setup of the GPU allocator, without heavy imports.
+
+Both run before torch and other heavy packages are imported.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,17 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""PyTorch's, of which it reads the first; older versions know no other."""
+"""PyTorch reads the first variable; older versions know no other."""
 _SETTINGS = "expandable_segments:True"
 
 
 def expand_segments() -> None:
-    """Has PyTorch enlarge pieces of GPU memory in place of taking new ones: micro-batches of every
-    other length leave fewer holes. Whoever has set its variable before is left alone.
+    """Configure PyTorch to expand segments of GPU memory, for this process and its children.
 
-    For this process and its children, before CUDA starts in them.
+    It must be called before they start CUDA. It does nothing if the user has set the variable.
     """
     if not any(variable in os.environ for variable in _VARIABLES):
+        # Micro-batches of many different lengths fragment memory less in segments that grow.
         os.environ[_VARIABLES[0]] = _SETTINGS
 
 
@@ -27,16 +29,13 @@ ENTRY_POINTS = "elastrata.workloads"
 
 
 def installed_workloads(wanted: str | None = None) -> Mapping[str, EntryPoint]:
-    """All of them, by name.
-
-    Looked up once, as it takes 25 ms; again where `wanted` is not among them, for what was
-    installed since.
-    """
-    if wanted is not None and wanted not in _found():
-        _found.cache_clear()
-    return _found()
+    """Return the entry points of all workloads, by name."""
+    if wanted is not None and wanted not in _entry_points():
+        # The lookup takes 25 ms, hence the cache; `wanted` may have been installed since.
+        _entry_points.cache_clear()
+    return _entry_points()
 
 
 @cache
-def _found() -> Mapping[str, EntryPoint]:
+def _entry_points() -> Mapping[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}

@@ -1,6 +1,6 @@
-"""The numbers of a transformer that its memory and time depend on, and the FLOPs they make.
+"""The numbers of a transformer that determine its memory, time and FLOPs.
 
-A multiplication with its addition counts as two. Recomputation is not counted.
+A multiplication with its addition counts as two FLOPs. Recomputation is not counted.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from elastrata_pipelines.deal import WorkModel, pairs_within
 
 _FORWARD = 2
 _FORWARD_AND_BACKWARD = 6
-"""Per parameter and token: the backward pass multiplies twice, for the input and for the weight."""
+"""FLOPs per parameter and token: the backward pass multiplies twice, for the input and the
+weight."""
 
 LOGITS_AT_ONCE = 2**25
-"""On a GPU the loss is computed of so many logits at a time, where there are more."""
+"""Largest number of logits that a GPU computes at a time for the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model of equal blocks between an embedding and a head, on samples of one length. Blocks may
-    differ in what they attend to."""
+    """A model of equal blocks between an embedding and a head, on samples of one length.
+
+    Blocks may differ in their attention's range only.
+    """
 
     layers: int
     hidden: int
@@ -33,83 +36,86 @@ class ModelSpec:
     feed_forward: int
     """Width of the feed-forward."""
     gated: bool
-    """Whether the feed-forward has three matrices instead of two, as SwiGLU's."""
+    """Whether the feed-forward has three matrices instead of two, as in SwiGLU."""
     causal: bool
     window: int | None = None
-    """Tokens to each side that windowed blocks, which are not causal, attend to; None: there are no
-    such blocks."""
+    """Tokens to each side that a windowed block, which is not causal, attends to; None: no such
+    blocks."""
     global_every: int = 1
-    """With a window: the first of so many blocks, and so on, attends to all tokens."""
+    """With a window, every block whose index is a multiple of this number attends to all tokens."""
     vocabulary: int
     """Rows of the embedding table."""
     position_rows: int
-    """Rows of the table of learned positions; 0 without one."""
+    """Rows of the table of learned positions; 0 without a table."""
     tied: bool
-    """Whether the head is the embedding."""
+    """Whether the head shares the embedding."""
     block_vectors: int
-    """Numbers in a block's biases and norms."""
+    """Number of elements in a block's biases and norms."""
     embedding_additions: int = 1
-    """Additions for each feature of a token: one less than there are tables."""
+    """Additions for each feature of a token: the number of tables minus one."""
     embedding_norm: bool = False
-    """Whether embeddings are normed before the first block."""
+    """Whether embeddings are normalised before the first block."""
     first_norm: bool = True
-    """Whether the first block norms what it is given, as the others do."""
+    """Whether the first block normalises its input, as the others do."""
     dropouts: int = 0
-    """Dropouts of a block, each with a mask of a byte for every feature of a token."""
+    """Number of dropouts in a block, each with a mask of one byte per feature and token."""
     head_extra: int = 0
-    """Parameters of the head's own matrices beside the one that gives logits."""
+    """Parameters of the head's matrices other than the one that computes logits."""
     head_states: int = 2
-    """Hidden states of a predicted token that the head keeps: before and after a norm, and what
-    matrices of its own make of them."""
+    """Number of hidden states that the head keeps for a predicted token: before and after a
+    norm, and the outputs of its further matrices."""
     sample_extra: int = 0
-    """Parameters of matrices that are applied once to every sample."""
+    """Parameters of matrices that are applied once per sample."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised: operations, not products, so no FLOPs that count."""
+    """Whether queries and keys are normalised. These operations are no products and count no
+    FLOPs."""
     predicted: float = 1.0
-    """Share of the tokens that logits are computed of."""
+    """Share of tokens for which logits are computed."""
     seq_len: int
 
     @property
     def kv_width(self) -> int:
-        """Width of the key, and of the value."""
+        """Width of the keys, and of the values."""
         return self.hidden // self.heads * self.kv_heads
 
     @property
     def block_matrices(self) -> int:
-        """Parameters of a block's matrices."""
+        """Number of parameters in a block's matrices."""
         feed_forward = (3 if self.gated else 2) * self.hidden * self.feed_forward
         return 2 * self.hidden * (self.hidden + self.kv_width) + feed_forward
 
     @property
     def block_parameters(self) -> int:
-        """All parameters of a block."""
+        """Number of all parameters in a block."""
         return self.block_matrices + self.block_vectors
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the tables of tokens and positions."""
+        """Number of parameters in the tables of tokens and positions."""
         return (self.vocabulary + self.position_rows) * self.hidden
 
     @property
     def prediction_parameters(self) -> int:
-        """Parameters of the matrices that are applied to every predicted token, tied or not."""
+        """Number of parameters in matrices that are applied to every predicted token, tied or
+        not."""
         return self.hidden * self.vocabulary + self.head_extra
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the head that are not the embedding's."""
+        """Number of parameters of the head, without those shared with the embedding."""
         extra = self.head_extra + self.sample_extra
         return extra + (0 if self.tied else self.vocabulary * self.hidden)
 
     @cached_property
     def parameters(self) -> int:
-        """All of them; norms outside of blocks are left out."""
+        """Number of all parameters, except norms outside of blocks."""
         blocks = self.layers * self.block_parameters
         return blocks + self.embedding_parameters + self.head_parameters
 
     @property
     def work(self) -> WorkModel:
         """FLOPs of the forward pass for a sample by its length, with its expected predictions."""
+        # In a tied head the embedding's matrix is multiplied, so it counts like any other.
         head = round(self.predicted * self.prediction_parameters)
         return WorkModel(
             linear=_FORWARD * (self.layers * self.block_matrices + head),
@@ -120,24 +126,29 @@ class ModelSpec:
 
     @cached_property
     def block_flops(self) -> list[int]:
-        """FLOPs of every block's forward pass for a sample of full length. The first block has
-        those of the embeddings, too; the last those of the heads, with the expected predictions."""
+        """FLOPs of every block's forward pass for a sample of full length.
+
+        The first block includes the embeddings, and the last one the heads, with the expected
+        predictions.
+        """
         products = self.block_matrices * self.seq_len
         attention = [self._attention_of(block, self.seq_len) for block in range(self.layers)]
-        flops = [_FORWARD * (products + own) for own in attention]
+        flops = [_FORWARD * (products + attention_products) for attention_products in attention]
+        # Lookups cost no FLOPs, but adding several tables does.
         flops[0] += self.embedding_additions * self.hidden * self.seq_len
         predictions = round(self.predicted * self.seq_len)
         flops[-1] += _FORWARD * (self.prediction_parameters * predictions + self.sample_extra)
         return flops
 
     def training_flops(self, lengths: Sequence[int], predictions: float) -> float:
-        """Forward and backward for samples of these lengths, attention halved where it is causal:
-        the FLOPs that MFU counts. A whole number for a whole number of predictions.
+        """Return the FLOPs of forward and backward that MFU counts, with causal attention halved.
+
+        The result is a whole number if `predictions` is.
 
         Args:
-            lengths: of the samples, or of the documents packed into them, which attend to
-                themselves only.
-            predictions: how many tokens are predicted.
+            lengths: lengths of the samples, or of the documents packed into them, which only attend
+                to themselves.
+            predictions: number of predicted tokens.
         """
         attention = sum(self._attention(int(length)) for length in lengths)
         products = (
@@ -150,22 +161,27 @@ class ModelSpec:
 
     @cached_property
     def flops_per_sample(self) -> float:
-        """Forward and backward for a sample of full length, with its expected predictions."""
+        """FLOPs of forward and backward for a sample of full length, with its expected
+        predictions."""
         return self.training_flops([self.seq_len], self.predicted * self.seq_len)
 
     @property
     def mean_context(self) -> float:
-        """Tokens that one of a sample of full length attends to, on average over blocks, counted as
-        half of them where it is causal."""
+        """Number of tokens that a token attends to in a sample of full length, averaged over
+        blocks.
+
+        Causal attention counts half of the tokens.
+        """
         return self._attention(self.seq_len) / (2 * self.hidden * self.seq_len * self.layers)
 
     @property
     def _global_blocks(self) -> int:
-        """Those that attend to all tokens."""
+        """Number of blocks that attend to all tokens."""
+        # Rounded up, as the first block is global.
         return self.layers if self.window is None else -(-self.layers // self.global_every)
 
     def _attention(self, length: int) -> int:
-        """Products in the attention of all blocks for one sample."""
+        """Return the products in the attention of all blocks for one sample."""
         every = self._global_blocks * self._block_attention(length)
         return every + (self.layers - self._global_blocks) * self._window_attention(length)
 
@@ -174,11 +190,11 @@ class ModelSpec:
         return self._block_attention(length) if is_global else self._window_attention(length)
 
     def _window_attention(self, length: int) -> int:
-        """Products in the attention of a windowed block for one sample."""
+        """Return the products in the attention of a windowed block for one sample."""
         pairs = int(pairs_within(np.array(length), self.window or 0))
         return 2 * self.hidden * pairs
 
     def _block_attention(self, length: int) -> int:
-        """Products in a block's attention for one sample: s^2 h for scores, as many for values,
-        half of that where it is causal."""
+        """Return the products in a block's attention for one sample: s^2 h for scores, the same
+        for values, and half of both with causal attention."""
         return (1 if self.causal else 2) * self.hidden * length * length

@@ -1,8 +1,9 @@
-"""The seam for workloads: what the engine needs of a model family, and nothing more.
+"""The interface of workloads: everything that the engine needs of a model family.
 
-A workload is a part of the recipe (its hyperparameters) with the methods that give them meaning.
-What only some layouts or the planner need is in classes of their own: `TensorParallel`,
-`PipelineParallel`, `Planned`. It is found through the entry-point group `elastrata.workloads`.
+A workload is a section of the recipe (its hyperparameters) with the methods that implement it.
+Interfaces of single layouts and of the planner are separate classes: `TensorParallel`,
+`PipelineParallel`, `Planned`. Workloads are found through the entry-point group
+`elastrata.workloads`.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
 
-_SHORTEST = 8
-"""Tokens of the longest sample where a model's matrices are counted, which do not depend on it."""
+_MINIMAL_SEQ_LEN = 8
+"""Sequence length for counting the elements of a model's matrices, which do not depend on it."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A sum over predictions, divided in the end by the global weight of the loss term `per`."""
+    """A sum over predictions, which is finally divided by the global weight of the loss term
+    `per`."""
 
     total: Tensor
     per: str
 
 
 SOURCE_LOSS = "loss/"
-"""Before a source's name: its loss among the metrics, and its predictions among the weights of a
-batch."""
+"""Prefix of a source's name: of its loss among the metrics, and of its predictions among the
+weights of a batch."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +54,23 @@ class Loss:
     """Sums, never means: the engine divides once, by the weight of the global batch."""
 
     terms: Mapping[str, Tensor]
-    """Per loss term a scalar sum; the training loss adds up sum / global weight over terms."""
+    """Scalar sum by loss term. The training loss is the sum over terms of sum / global weight."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """For example `mlm_accuracy`: the number of correct predictions, per `mlm`. Detached."""
+    """Detached metrics, such as `mlm_accuracy`: the number of correct predictions, per `mlm`."""
 
     def detached(self) -> Loss:
-        """A copy without the graph of its computation."""
+        """Return a copy without its autograd graph."""
         return Loss({term: total.detach() for term, total in self.terms.items()}, self.metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedAs:
-    """The names by which transformers knows an exported model."""
+    """Names under which transformers loads an exported model."""
 
     loader: str = "AutoModel"
-    """The class whose `from_pretrained` loads all of it."""
+    """Class whose `from_pretrained` loads the whole model."""
     task: str = "feature-extraction"
-    """The pipeline that uses it."""
+    """Name of the pipeline that uses it."""
 
 
 class Workload(Config):
@@ -79,80 +81,102 @@ class Workload(Config):
 
     @staticmethod
     def registered(name: str) -> type[Workload]:
-        """The class of the workloads of that name.
+        """Return the class of the workloads of that name.
 
         Raises:
-            UserError: there is none.
+            UserError: no installed workload has that name.
         """
         return workload_class(name)
 
     @property
     def exported_as(self) -> ExportedAs:
-        """The names by which transformers knows its exports; by default a model without a head."""
+        """Names under which transformers loads exports; by default a model without a head."""
         return ExportedAs()
 
     def architecture(self) -> dict[str, Any]:
-        """The keys without which weights mean nothing, with their values: a run that begins with
-        weights has the same ones. By default all but `attention`, the kernel's."""
+        """Return the keys that define the meaning of weights, with their values.
+
+        A run that begins with weights must have the same values. By default these are all keys
+        except `attention`, which chooses the kernel.
+        """
+        # Weights mean the same with every kernel of attention.
         return self.model_dump(mode="json", exclude={"name", "attention"})
 
     def problems(self, manifest: Manifest) -> list[str]:
-        """One line per reason why this workload cannot train on that data set; by default there is
-        none."""
+        """Return one line per reason why this workload cannot train on the data set; empty by
+        default."""
         return []
 
     def advice(self, manifest: Manifest) -> list[str]:
-        """One line per thing about that data set which fits this workload badly, though it can
-        train on it; none by default."""
+        """Return one line per property of the data set that suits this workload badly; empty by
+        default."""
         return []
 
     def substitutions(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
-        """One line for each of its keys that asks for what a machine lacks, with what is used
-        instead; none by default. `dtype` is what the model is computed in."""
+        """Return one line per key that a machine cannot satisfy, with the substitute; empty by
+        default.
+
+        Args:
+            capabilities: of the machine.
+            dtype: type in which the model is computed.
+        """
         return []
 
     def interrupts_graphs(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> bool:
-        """Whether a part of its blocks cannot be compiled on a machine; by default none."""
+        """Return whether a part of the blocks cannot be compiled on a machine; false by default."""
         return False
 
     @abstractmethod
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> nn.Module:
-        """A plain, unsharded model on the current device, drawn from torch's current generator.
+        """Build a plain, unsharded model on the current device, initialised by torch's current
+        generator.
 
-        Buffers may not depend on what is drawn into parameters (`Outline`)."""
+        Buffers must not depend on the random values of parameters (`Outline`).
+        """
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The repeated blocks, in order: the units of sharding, checkpointing and compilation."""
+        """Return the repeated blocks in order: the units of sharding, checkpointing and
+        compilation."""
 
     @abstractmethod
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> Batch:
-        """A micro-batch from rows, maybe from none. All randomness is `SampleRng(seed, rows)`'s."""
+        """Return a micro-batch of rows, which may be empty. Randomness must come from
+        `SampleRng(seed, rows)`."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Runs the model. With an empty batch the sums are zero and gradients still flow."""
+        """Run the model and return its loss.
+
+        With an empty batch, the sums are zero, and the backward pass must still reach all
+        parameters.
+        """
 
     @abstractmethod
     def metrics(self) -> Sequence[str]:
-        """Names of what `loss` tells: `<term>_loss` for every term, and its metrics."""
+        """Return the names of everything that `loss` reports: `<term>_loss` for every term, and
+        its metrics."""
 
     def work(self, vocabulary: Vocabulary) -> WorkModel:
-        """Cost of a sample by its length, for the deal; in FLOPs of a forward pass.
+        """Return the cost of a sample by its length, for the deal, in FLOPs of a forward pass.
 
-        By default every matrix but those of embeddings is applied to every token once, and nothing
-        grows with the square of the length."""
+        By default, every matrix except embeddings is applied to every token once, and no cost grows
+        with the square of the length.
+        """
         return WorkModel(linear=2 * matmul_parameters(self, vocabulary), quadratic=0)
 
     def flops(
         self, lengths: Sequence[int], weights: Mapping[str, float], vocabulary: Vocabulary
     ) -> int:
-        """FLOPs of forward and backward for samples, or packed documents, of these lengths.
+        """Return the FLOPs of forward and backward.
 
-        `weights` are those of the batches.
+        They are 6 per matmul parameter and token that it is applied to, plus attention, halved if
+        it is causal. Recomputation is not counted. By default, attention is not counted.
 
-        6 per matmul parameter and token it is applied to, plus attention, halved where it is
-        causal. Recomputation is not counted. By default nothing is counted for attention.
+        Args:
+            lengths: lengths of the samples, or of the documents packed into them.
+            weights: weights of the batches by loss term.
+            vocabulary: vocabulary of the data set.
         """
         return 6 * matmul_parameters(self, vocabulary) * sum(lengths)
 
@@ -166,16 +190,16 @@ class Workload(Config):
         path: Path,
         form: WeightForm = AS_TRAINED,
     ) -> None:
-        """Writes a folder that transformers' `from_pretrained` loads.
+        """Write a folder that transformers' `from_pretrained` loads.
 
         Args:
-            state: the whole model's; maybe of one that reads each tensor when it is asked for it,
-                so that no more than a few are in memory at once (`write_weights`).
-            vocabulary: the data set's.
-            seq_len: tokens of its longest sample.
-            tokenizer: folder with the tokenizer's files, copied in; None: no tokenizer.
-            path: the folder to write; made where it is missing.
-            form: of the weights.
+            state: state dict of the whole model. It may read each tensor on access, so that only a
+                few are in memory at a time (`write_weights`).
+            vocabulary: vocabulary of the data set.
+            seq_len: number of tokens of its longest sample.
+            tokenizer: folder with the tokenizer's files, which are copied; None: no tokenizer.
+            path: target folder, created if missing.
+            form: format of the weights.
         """
 
 
@@ -184,108 +208,119 @@ class TensorParallel(Workload):
 
     @abstractmethod
     def tensor_problems(self, size: int) -> list[str]:
-        """One line per reason why `size` ranks cannot compute this model together; empty if they
-        can."""
+        """Return one line per reason why `size` ranks cannot compute this model together."""
 
     @abstractmethod
     def tensor_parallel(self, model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-        """Divides a plain model over the ranks of a mesh of one axis, where `tensor_problems` finds
-        none: all parameters become DTensors on it.
+        """Divide a plain model over the ranks of a mesh: all parameters become DTensors.
 
-        With one batch on all these ranks, `loss` returns the same sums on each.
+        `tensor_problems` must be empty. If all these ranks have the same batch, `loss` returns the
+        same sums on each.
 
         Args:
             model: as `build_model` returned it; on the meta device, or with the same weights on
                 every rank.
-            mesh: of one axis.
-            sequence: whether tokens are divided, too, between the matrices.
+            mesh: a mesh with one axis.
+            sequence: whether to also divide tokens between the matrices.
         """
 
 
 class PipelineParallel(Workload):
-    """A workload whose models can be cut into the stages of a pipeline."""
+    """A workload whose models can be divided into the stages of a pipeline."""
 
     @abstractmethod
     def stage_problems(self, num_stages: int) -> list[str]:
-        """One line per reason why this model cannot be cut into so many stages; empty if it can."""
+        """Return one line per reason why this model cannot be divided into `num_stages` stages."""
 
     @abstractmethod
     def block_costs(self, vocabulary: Vocabulary, seq_len: int) -> list[int]:
-        """Cost of every block for a sample of `seq_len` tokens, in FLOPs of a forward pass; what
-        comes before the blocks is counted in the first one, what comes behind in the last."""
+        """Return the cost of every block for a sample of `seq_len` tokens, in FLOPs of a forward
+        pass.
+
+        The first block includes everything before the blocks, and the last one everything after
+        them.
+        """
 
     @abstractmethod
     def stage(self, model: nn.Module, blocks: Sequence[int]) -> nn.Module:
-        """The part of a model with these of its blocks, and with what comes before the first and
-        behind the last one where these are among them: the same modules under the same names.
+        """Return the part of a model with these blocks: the same modules under the same names.
 
-        Where the blocks follow one another it is called with a batch and, but for the first part,
-        `hidden`: the output of the part before. It returns such an output, or, with the last
-        block, what the model returns. `blocks` and `loss` take it like a model.
+        The part with the first block includes everything before the blocks, and that with the last
+        block everything after them. If the blocks are consecutive, the part is called with a batch
+        and, except for the first part, with `hidden`: the output of the previous part. It returns
+        such an output, or the model's output if it has the last block. `blocks` and `loss` accept
+        it like a model.
 
         Args:
-            model: as `build_model` returned it, maybe on the meta device, after `tensor_parallel`
-                where there is any.
-            blocks: numbers from 0.
+            model: as `build_model` returned it, maybe on the meta device, and after
+                `tensor_parallel` if that applies.
+            blocks: indices from 0.
         """
 
     @abstractmethod
     def equally_long(self, batches: Sequence[Batch], multiple: int) -> list[Batch]:
-        """These micro-batches, all filled up to one number of positions, a multiple of `multiple`:
-        no sum and no gradient changes."""
+        """Return the micro-batches padded to one number of positions, a multiple of `multiple`.
+
+        No sum and no gradient may change.
+        """
 
     @abstractmethod
     def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
-        """Shape of what goes from stage to stage for a micro-batch; positions are dim 0."""
+        """Return the shape of the hidden states between stages for a micro-batch; dim 0 are
+        positions."""
 
 
 class Planned(Workload):
-    """A workload of transformers of equal blocks, whose memory and time can be planned. The deal,
-    the MFU and the stages of a pipeline then follow from the same numbers. Comes first among the
-    bases of a class."""
+    """A workload of transformers with equal blocks, whose memory and time can be planned.
+
+    The deal, MFU and the stages of a pipeline follow from the same numbers. It must be the first
+    base of a class, so that its methods override the defaults.
+    """
 
     predicts: ClassVar[str]
-    """The loss term that the head gives logits for."""
+    """Loss term for which the head computes logits."""
 
     @abstractmethod
     def model_spec(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
-        """The numbers that memory, time and FLOPs are computed from."""
+        """Return the numbers that determine memory, time and FLOPs."""
 
     @override
     def work(self, vocabulary: Vocabulary) -> WorkModel:
-        return self.model_spec(vocabulary, _SHORTEST).work
+        return self.model_spec(vocabulary, _MINIMAL_SEQ_LEN).work
 
     @override
     def flops(
         self, lengths: Sequence[int], weights: Mapping[str, float], vocabulary: Vocabulary
     ) -> int:
-        spec = self.model_spec(vocabulary, _SHORTEST)
+        # The counted FLOPs depend on the samples' lengths, not on the model's longest one.
+        spec = self.model_spec(vocabulary, _MINIMAL_SEQ_LEN)
         return int(spec.training_flops(lengths, int(weights[self.predicts])))
 
     def block_costs(self, vocabulary: Vocabulary, seq_len: int) -> list[int]:
-        """For `PipelineParallel`."""
+        """Return the block costs for `PipelineParallel`."""
         return self.model_spec(vocabulary, seq_len).block_flops
 
 
 def tensor_problems(workload: Workload, size: int) -> list[str]:
-    """One line per reason why `size` ranks cannot compute a workload's model together."""
+    """Return one line per reason why `size` ranks cannot compute a workload's model together."""
     if isinstance(workload, TensorParallel):
         return workload.tensor_problems(size)
     return [f"parallel.tensor: {size}: expected 1: workload {workload.name} cannot be divided"]
 
 
 def stage_problems(workload: Workload, num_stages: int) -> list[str]:
-    """One line per reason why a workload's model cannot be cut into so many stages."""
+    """Return one line per reason why a workload's model cannot be divided into `num_stages`
+    stages."""
     if isinstance(workload, PipelineParallel):
         return workload.stage_problems(num_stages)
     return [f"parallel.pipeline: expected 1: workload {workload.name} cannot be cut into stages"]
 
 
 def model_spec(workload: Workload, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
-    """The numbers that `elastrata plan` computes memory and time from.
+    """Return the numbers from which `elastrata plan` computes memory and time.
 
     Raises:
-        UserError: the model is not made of equal blocks, or nobody has told how.
+        UserError: the workload is not `Planned`.
     """
     if not isinstance(workload, Planned):
         raise UserError(f"workload.name: {workload.name}: such models cannot be planned")
@@ -294,24 +329,26 @@ def model_spec(workload: Workload, vocabulary: Vocabulary, seq_len: int) -> Mode
 
 @cache
 def matmul_parameters(workload: Workload, vocabulary: Vocabulary) -> int:
-    """Elements of all matrices of a model but those that are looked up in, as embeddings are."""
+    """Return the number of elements in all matrices of a model except embeddings."""
     with torch.device("meta"):
-        model = workload.build_model(vocabulary, _SHORTEST)
-    multiplied = {
+        # On the meta device: only shapes are counted.
+        model = workload.build_model(vocabulary, _MINIMAL_SEQ_LEN)
+    # By id, so that a tied matrix counts once; a head that is tied to an embedding does multiply.
+    size_by_id = {
         id(parameter): parameter.numel()
         for module in model.modules()
         if not isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
         if parameter.ndim == 2
     }
-    return sum(multiplied.values())
+    return sum(size_by_id.values())
 
 
 def workload_class(name: str) -> type[Workload]:
-    """The workload registered under `name`.
+    """Return the class of the workload registered under `name`.
 
     Raises:
-        UserError: there is none.
+        UserError: no installed workload has that name.
     """
     installed = installed_workloads(name)
     if name not in installed:
@@ -319,5 +356,6 @@ def workload_class(name: str) -> type[Workload]:
             f"workload.name: '{name}': no such workload{nearest(name, installed)}; "
             f"installed: {', '.join(sorted(installed)) or 'none'}"
         )
+    # Only the chosen workload is imported.
     loaded: type[Workload] = installed[name].load()
     return loaded
