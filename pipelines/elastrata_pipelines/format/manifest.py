@@ -267,7 +267,7 @@ def _parse(data: bytes, where: str) -> Manifest:
     manifest = _parse_unchanged(data)
     stated_checksum = manifest.fingerprint if manifest else None
     if manifest is None:
-        manifest, told = _parse_any(data, where)
+        manifest, stated_checksum = _parse_any(data, where)
     problems = list(islice(contradictions(manifest, LENGTHS), _SHOWN_PROBLEMS))
     if manifest.version != 1 and stated_checksum != manifest.fingerprint and not problems:
         problems = [
@@ -315,7 +315,7 @@ def _parse_any(data: bytes, where: str) -> tuple[Manifest, Any]:
             f"{where}: format version {version!r:.20}, this Elastrata reads versions "
             f"{' and '.join(map(str, READABLE_VERSIONS))}; {AGAIN}"
         )
-    told = raw.pop(_CHECKSUM, None) if version != 1 else None
+    stated_checksum = raw.pop(_CHECKSUM, None) if version != 1 else None
     if version == 1 and _HELD_OUT in raw:
         raise UserError(f"{where}: {_HELD_OUT}: unknown key in version 1; {AGAIN}")
     return parse_record(Manifest, json.dumps(raw), where, AGAIN), stated_checksum
