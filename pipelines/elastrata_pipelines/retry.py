@@ -1,4 +1,4 @@
-"""Retries, at growing distances, of what storage or another process refuses for a while."""
+"""Retries with increasing pauses, for temporary failures of storage or of another process."""
 
 from __future__ import annotations
 
@@ -16,33 +16,36 @@ from elastrata_pipelines.checked_json import UnreadableError
 from elastrata_pipelines.errors import UserError
 
 RETRY_SECONDS, FIRST_SECONDS, LONGEST_SECONDS = 300.0, 1.0, 30.0
-"""How long a read of data is tried again, and the shortest and longest pause between two tries."""
+"""Total time for which a read of data is retried, and the shortest and longest pause between
+attempts."""
+# Longer, because no worker can continue without the state of the run.
 PATIENCE_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1800.0, 5.0, 300.0
-"""The same for the state of a run, without which no worker can go on."""
+"""The same times for reading the state of a run."""
 Result = TypeVar("Result")
 
 _LASTING = (UserError, FileNotFoundError, PermissionError, pa.ArrowException)
-"""Errors that trying again does not mend."""
+"""Errors that a retry cannot fix."""
 
 
 def may_pass(error: BaseException, *, is_local: bool) -> bool:
-    """Return whether an error of reading may go away by itself. Those of local disks do not, nor do
-    those of the bytes that came: their `OSError` is Arrow's own, without a number.
+    """Return whether a read error may be temporary.
 
     Args:
-        error: what reading raised.
-        is_local: whether a folder of this machine was read.
+        error: exception that the read raised.
+        is_local: whether a local folder was read.
     """
+    # Errors of local disks do not go away.
     if is_local or not isinstance(error, Exception) or isinstance(error, _LASTING):
         return False
+    # Arrow reports damaged bytes as an OSError without a number.
     return not isinstance(error, OSError) or error.errno is not None
 
 
 def with_retries(read: Callable[[], Result], *, is_local: bool) -> Result:
-    """Read; try again for five minutes if that fails in a way that may pass.
+    """Call `read`, and retry for five minutes while it fails with errors that may be temporary.
 
     Raises:
-        Exception: what `read` raised last.
+        Exception: the last error that `read` raised.
     """
     return Retrying(
         retry=retry_if_exception(lambda error: may_pass(error, is_local=is_local)),
