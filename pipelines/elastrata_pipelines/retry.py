@@ -57,16 +57,16 @@ def with_retries(read: Callable[[], Result], *, is_local: bool) -> Result:
 
 
 def patiently(action: Callable[[], Result], what: str, warn: Callable[[str], None]) -> Result:
-    """Try an action again and again, as long as it fails as storage may; return its result.
+    """Retry an action while it fails with storage errors, and return its result.
 
     Args:
-        action: tried as it is.
-        what: it looks for, as the lines to `warn` call it.
-        warn: called with a line for every failure.
+        action: function to call.
+        what: name of the object that the action reads, for warnings.
+        warn: called with one line for every failure.
 
     Raises:
-        UserError: `action` raised one that is not of storage: trying again cannot help.
-        Exception: what `action` raised last, after half an hour of failures.
+        UserError: the error of `action`, if it is not a storage error, since a retry cannot help.
+        Exception: the last error of `action`, after half an hour of failures.
     """
 
     def report(state: RetryCallState) -> None:
@@ -90,17 +90,20 @@ def _is_of_storage(error: BaseException) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Backoff:
-    """How often in a row something has failed, and when it may be tried again, for a caller that
-    does other work meanwhile. `now` is any clock that never goes back, always the same one."""
+    """Number of consecutive failures and time of the next attempt, for callers that do other work.
+
+    `now` is a time of one monotonic clock.
+    """
 
     failures: int = 0
-    """In a row; 0 if the last try succeeded."""
+    """Number of consecutive failures; 0 after a success."""
     due: float | None = None
-    """When the next try is due, on the caller's clock; None: there is nothing to repeat."""
+    """Time at which the next attempt is due; None if there is nothing to repeat."""
 
     @property
     def seconds(self) -> float:
-        """From the newest failure to the next try: doubles with each failure, up to a limit."""
+        """Time from the last failure to the next attempt, which doubles with each failure up to
+        a limit."""
         # 2.0**1024 is too large a float; the limit is reached long before.
         doublings = min(max(self.failures - 1, 0), 64)
         return min(FIRST_PAUSE_SECONDS * 2.0**doublings, LONGEST_PAUSE_SECONDS)
@@ -111,5 +114,6 @@ class Backoff:
         return Backoff(failures=failed.failures, due=now + failed.seconds)
 
     def retry_due(self, now: float) -> bool:
-        """Return whether to try again now. A try that is under way does not change the answer."""
+        """Return whether the next attempt is due. An attempt in progress does not change the
+        result."""
         return self.due is not None and now >= self.due
