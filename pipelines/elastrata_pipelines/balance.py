@@ -94,7 +94,7 @@ def padded_tokens(hands: Iterable[Hand], lengths: Ints) -> int:
     """Return the tokens of all micro-batches if each is padded to its longest row.
 
     Args:
-        hands: rows of the batch in micro-batches.
+        hands: micro-batches with the rows of each rank.
         lengths: tokens of each row of the batch, shape [B].
     """
     return sum(

@@ -67,7 +67,8 @@ def read_bytes(storage: Storage, *parts: str, most: int = MOST_BYTES) -> bytes:
         return storage.read(*parts)
     except FileNotFoundError:
         raise
-    except Exception as error:  # each kind of store has its own
+    # Every kind of store raises errors of other classes.
+    except Exception as error:
         raise _unreadable(where, error) from None
 
 
@@ -111,7 +112,8 @@ def file_size(storage: Storage, *parts: str) -> int:
         status = Path(storage.path(*parts)).stat()
     except FileNotFoundError:
         raise
-    except Exception as error:  # each kind of store has its own
+    # Every kind of store raises errors of other classes.
+    except Exception as error:
         raise UserError(f"{where}: cannot be read ({reason(error)})") from None
     # Opening a pipe would wait forever.
     if not stat.S_ISREG(status.st_mode):

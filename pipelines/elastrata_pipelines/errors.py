@@ -25,8 +25,8 @@ class UserError(Exception):
     then.
 
     Args:
-        problems: complete lines that say what is wrong, where (file, key, value), and what was
-            expected. Unprintable characters are escaped, and secrets in URLs are hidden.
+        problems: complete lines that name the problem, its place (file, key, value), and the
+            expected value. Unprintable characters are escaped, and secrets in URLs are hidden.
     """
 
     def __init__(self, *problems: str) -> None:

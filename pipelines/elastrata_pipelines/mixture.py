@@ -327,8 +327,11 @@ class _Stretch:
         return [before + more for before, more in zip(self.before, here, strict=True)]
 
     def _left(self, node: int, positions: int) -> tuple[int, int]:
-        """Return the left child's part of a node's positions, and what it is then owed in shares
-        of the node."""
+        """Return the left child's part of a node's positions, and the remainder it is owed after
+        them.
+
+        The remainder is in shares of the node.
+        """
         left, whole = self.tree.children[node - self.tree.num_sources][0], self.sums[node]
         owed = self.owed[node] * whole // UNITS
         return divmod(positions * self.sums[left] + owed, whole) if positions else (0, owed)
@@ -404,7 +407,7 @@ def _parts(mixture: Mixture) -> Iterator[tuple[int, tuple[int, ...]]]:
 def _build_tree(mixture: Mixture) -> _Tree:
     """Build Huffman's tree of the largest shares that sources have in the first leg."""
     # Only the first leg decides, so that later legs never change earlier positions. Small shares
-    # are deep in the tree, where the errors of all levels above are divided among them.
+    # are deep in the tree, and divide the errors of all levels above among them.
     ends = [shares for shares in (mixture.legs[0].shares, mixture.legs[0].final_shares) if shares]
     heap = [(max(column), number) for number, column in enumerate(zip(*ends, strict=True))]
     heapq.heapify(heap)

@@ -1,8 +1,8 @@
 """Secrets in URLs: recognises, refuses and hides them.
 
 Only the scheme, host, path and listed query keys of a URL are recorded. A value with anything else
-is refused, and never shown. A secret is anything that logs in, wherever a URL can hold it; what is
-harmless differs by scheme, so one table decides.
+is refused, and never shown. A secret is anything that logs in, at any place in a URL. Harmless
+parts differ by scheme, so one table decides.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Rules:
 
 # A token as the user's name is a custom of web servers, so that no name may stand there.
 _WEB = _Rules()
-# A user's name is no secret where a key or a password, from ~/.ssh or ~/.pgpass, is asked for, too.
+# A user name is no secret if a key or password, from ~/.ssh or ~/.pgpass, is needed as well.
 _LOGIN = _Rules(user=r"\w[\w.-]*")
 # Azure writes the container before the @ and its account behind it.
 _CONTAINER = _Rules(user=r"[a-z0-9$][a-z0-9-]{0,62}", is_path=True)

@@ -112,7 +112,7 @@ def _hands_by_round(
 
 
 def _join(round_hands: Sequence[Hand]) -> Hand:
-    """Concatenate several hands, in order."""
+    """Concatenate the hands of all rounds to one."""
     cuts, rows = [0], 0
     for hand in round_hands:
         cuts += (hand.cuts[1:] + rows).tolist()

@@ -168,5 +168,5 @@ class PrepareConfig(ConfigPart):
 
     @property
     def held_out_fraction(self) -> float:
-        """Fraction that is held out by hash; 0 if there is none."""
+        """Fraction that is held out by hash, or 0."""
         return self.held_out if isinstance(self.held_out, float) else 0.0

@@ -47,7 +47,7 @@ _PLACES = tuple(
         r"(?<=\w)(?=[^\w\s'\u2019])",
     )
 )
-"""Places where a word surely ends, best first; matched characters are left out."""
+"""Patterns of word ends, best first; matched characters are left out."""
 
 
 def parts(text: str, same: Same, most: int = 0) -> Iterator[tuple[str, bool]]:
@@ -271,11 +271,11 @@ class CheckedEncoder:
     def _parts(self, texts: Sequence[str], owners: list[int]) -> Iterator[str]:
         """Yield the parts of all texts, and append the number of each part's text to `owners`."""
         for number, text in enumerate(texts):
-            for part, _ in parts(text, self._has_same_ids):
+            for part, _ in parts(text, self._same):
                 owners.append(number)
                 yield part
 
-    def _has_same_ids(self, whole: str, *halves: str) -> bool:
+    def _same(self, whole: str, *halves: str) -> bool:
         return np.array_equal(self._exact([whole]).tokens, self._exact(halves).tokens)
 
     def _choose(self, texts: Sequence[str]) -> Encoder:
@@ -338,8 +338,8 @@ def _make_tiktoken(tokenizer: Any, description: dict[str, Any]) -> Encoder | Non
 
     tiktoken merges any two neighbours that form a token, tokenizers only listed pairs. Both agree
     if every token is formed by exactly one merge, and the listed merges form it from its own bytes:
-    two neighbours are then what the merges have made of their bytes so far, and on the way to a
-    token of these bytes there is only one such state, that of its own merge.
+    two neighbours are then the result of merging their bytes, and only one state of these bytes,
+    the one before the token's own merge, leads to the token.
     """
     model = description["model"]
     pattern = _split_pattern(description["pre_tokenizer"])

@@ -182,7 +182,8 @@ def _load_function(number: int, name: str) -> Callable[[str], Any]:
         )
     try:
         function = found[name].load()
-    except Exception as error:  # an import may raise whatever it likes
+    # An import runs any code.
+    except Exception as error:
         raise UserError(f"{key}: cannot be imported ({type(error).__name__}: {error})") from None
     if not callable(function):
         raise UserError(f"{key}: {found[name].value}: expected a function")

@@ -28,8 +28,8 @@ from elastrata_pipelines.storage import is_local
 
 _BLOCKS_PER_PORTION = 8
 _PACKED_BYTES = 2**16
-# Small files are read with small buffers: Python asks the system for memory of 100 KB and more,
-# which takes time.
+# Small files are read with small buffers: allocations of hundreds of kilobytes are requested from
+# the system, which takes time.
 _SPARE_BYTES = 2**12
 _FREE_EXPANSION_BYTES, _MAX_EXPANSION = 2**26, 200
 _LARGE_BYTES = 2**20
@@ -224,7 +224,7 @@ def _find_last_start(buffer: bytes, starts: re.Pattern[str]) -> int:
 
 
 def _find_last_blank_line(buffer: bytes) -> int:
-    """Return the end of the last blank line that is followed by more text; 0 if there is none."""
+    """Return the end of the last blank line that is followed by more text, or 0."""
     tail = 2**16
     while True:
         matches = list(_BLANK_LINE.finditer(buffer, max(0, len(buffer) - tail)))

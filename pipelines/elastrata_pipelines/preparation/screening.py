@@ -141,7 +141,7 @@ class Split:
     skipped: dict[str, int]
     """Skipped documents, by reason."""
     least_draw: float
-    """Smallest `held_out_draw` of the training documents; 1 if there are none."""
+    """Smallest `held_out_draw` of the training documents; 1 without training documents."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,8 @@ class Target:
         where = self.storage.uri()
         try:
             names = self.storage.names()
-        except Exception as error:  # every store has exceptions of its own
+        # Every store raises errors of other classes.
+        except Exception as error:
             raise UserError(f"{where}: cannot be read ({error})") from None
         self._check_ours(names)
         if MANIFEST not in names or overwrite:
@@ -179,7 +180,8 @@ class Target:
             self.storage.write(b"", BUILDING, "begun")
         except UserError:
             raise
-        except Exception as error:  # every store has exceptions of its own
+        # Every store raises errors of other classes.
+        except Exception as error:
             raise UserError(f"{self.storage.uri()}: cannot be written ({error})") from None
         try:
             yield self.storage.sub(BUILDING)

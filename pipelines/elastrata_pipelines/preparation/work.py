@@ -43,7 +43,7 @@ class Tokenized:
     documents: tuple[int, int]
     """Training and held-out documents, each counted once."""
     runs: tuple[Run | None, Run | None]
-    """Training and held-out samples; None if there are none."""
+    """Training and held-out samples; None for a part without samples."""
     encoder: str = ""
     problems: tuple[str, ...] = ()
     skipped: dict[str, int] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Tokenized:
     unknown: tuple[int, int] = (0, 0)
     """Unknown tokens in the training and held-out samples."""
     least_draw: float = 1.0
-    """Smallest `held_out_draw` of the training documents; 1 if there are none."""
+    """Smallest `held_out_draw` of the training documents; 1 without training documents."""
 
     @property
     def is_empty(self) -> bool:
