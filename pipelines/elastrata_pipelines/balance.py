@@ -59,6 +59,7 @@ def measure_balance(
         random_imbalances.append(_random_imbalance(lengths, workers, work))
         counts.append(len(batch_deal.hands[0].cuts) - 1)
         padded += padded_tokens(batch_deal.hands, lengths)
+        # As many micro-batches as the deal has, for a fair comparison.
         padded_random += _padded_random(lengths, _num_filled(batch_deal.hands))
         rows, tokens = rows + len(lengths), tokens + int(lengths.sum())
         longest = max(longest, int(lengths.max()))

@@ -208,6 +208,7 @@ class Batches:
         if self.virtual_ranks is None:
             budgets = [kind.budget(self.tokens_per_micro_batch) for kind in kinds]
             return deal(lengths, **common, budgets=budgets)
+        # Without the budgets of kinds: the content of virtual ranks must not depend on memory.
         return deal_to_virtual(lengths, virtual_ranks=self.virtual_ranks, **common)
 
     def _counts(self, step_deal: Deal, lengths: Ints, kinds: RankKinds) -> Counts:

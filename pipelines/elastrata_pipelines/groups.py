@@ -44,6 +44,7 @@ def steps_of_equal_size(step: int, most: int, *, full: int, warmup: BatchSizeWar
     """Return how many steps from `step` on have the same size, at least 1 and at most `most`."""
     if warmup is None or step >= warmup.steps:
         return most
+    # `start` may already be the full size.
     num_sizes = max(1, _num_sizes(full, warmup))
     larger = step * num_sizes // warmup.steps + 1
     first_larger = -(-larger * warmup.steps // num_sizes)

@@ -25,7 +25,9 @@ def text_hash(*parts: str | bytes) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         size = utf8_size(part) if isinstance(part, str) else len(part)
+        # The size in front of each part preserves the boundaries.
         digest.update(size.to_bytes(8, "little"))
+        # Encoded in blocks, because a document may be large.
         for block in _utf8_blocks(part) if isinstance(part, str) else (part,):
             digest.update(block)
     return int.from_bytes(digest.digest(), "little")
@@ -44,6 +46,7 @@ def _utf8_blocks(text: str) -> Iterator[bytes]:
 def mix(values: npt.ArrayLike) -> U64:
     """Return SplitMix64's output function (Steele, Lea and Flood, 2014) of each element."""
     z = np.asarray(values, dtype=np.uint64)
+    # Arithmetic modulo 2^64 overflows on purpose.
     with np.errstate(over="ignore"):
         z = z + np.uint64(_GOLDEN)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(_M1)
@@ -80,6 +83,7 @@ def combine_one(key: int, value: int) -> int:
 
 def uniform(hashes: U64) -> npt.NDArray[np.float64]:
     """Map 64-bit hashes to [0, 1) by their upper 53 bits."""
+    # A double has 53 bits of precision.
     return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

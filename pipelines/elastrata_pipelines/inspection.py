@@ -409,9 +409,11 @@ def _damage_of_file(
     """Return the problem of a file's bytes or samples, in one line."""
     where = storage.uri(entry.path)
     try:
+        # The default limit of `read_bytes` is for JSON; shards may be larger.
         data = read_bytes(storage, entry.path, most=entry.bytes)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             return f"{where}: altered: its checksum is not the manifest's"
+        # Lengths and tokenizer files hold no samples: their checksums suffice.
         if not entry.stripes:
             return None
         found = read_shard(data, storage, manifest, entry)["length"].to_numpy()

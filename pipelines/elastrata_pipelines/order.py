@@ -17,6 +17,7 @@ from elastrata_pipelines.hashing import key, permutation
 
 Ints = npt.NDArray[np.int64]
 
+# Parts of hash keys that make both kinds of permutations independent.
 _STRIPES, _WINDOW = 1, 2
 
 
@@ -91,6 +92,7 @@ class Order:
         return np.where(stripes == self.num_stripes - 1, last, self.stripe_size)
 
 
+# A group of steps can cross into the next epoch, and each source of a mixture has its own epochs.
 @lru_cache(maxsize=8)
 def _epoch_stripes(order: Order, epoch: int) -> tuple[Ints, Ints]:
     stripes = permutation(order.num_stripes, key(order.seed, epoch, _STRIPES))

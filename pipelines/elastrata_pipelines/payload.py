@@ -80,6 +80,7 @@ class RankStep:
         """
         if not self.counts:
             return self
+        # All ranks have the same counts, so they agree on a number without communication.
         needed = (own[budget] for own, budget in zip(self.counts, budgets, strict=True))
         return replace(self, cuts=cut(self.rows.lengths, max(needed), budgets[kind]))
 
@@ -134,6 +135,7 @@ def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
         rank, num_ranks = json.loads(reader.schema.metadata[_PLACE])
         batches = [batch for batch in reader if batch.num_rows]
         schema = reader.schema
+    # A rank gets no rows if a batch has fewer rows than ranks.
     rows = _rows(batches[0] if batches else pa.RecordBatch.from_pylist([], schema), token_dtype)
     counts = np.cumsum([0] + [layout["cuts"][-1] for layout in layouts])
     for layout, part in zip(layouts, rows.split(counts), strict=True):
@@ -144,7 +146,9 @@ def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
             imbalance=layout["imbalance"],
             rounds=layout["rounds"],
             counts=tuple(
-                {int(budget): count for budget, count in own.items()} for own in layout["counts"]
+                # JSON has only strings as keys of objects.
+                {int(budget): count for budget, count in own.items()}
+                for own in layout["counts"]
             ),
             work=layout["work"],
             speeds=speeds,

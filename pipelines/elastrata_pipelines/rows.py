@@ -131,6 +131,8 @@ class SampleRng:
         """Return one 64-bit hash per token, shape [T], samples end to end."""
         counters = np.arange(int(self._lengths.sum()), dtype=np.uint64)
         starts = np.cumsum(self._lengths) - self._lengths
+        # Tokens are counted from the start of their sample, independent of the sample's place in
+        # the batch.
         counters -= np.repeat(starts.astype(np.uint64), self._lengths)
         keys = combine(self._keys, np.uint64(key(stream)))
         return combine(np.repeat(keys, self._lengths), counters)

@@ -72,6 +72,7 @@ def of_groups(paces: Sequence[float], *, copies: int = 1, repeats: int = 1) -> l
         copies: number of neighbouring ranks that have the same rows.
         repeats: number of times that the ranks which have all rows between them are repeated.
     """
+    # They wait for each other in every step.
     return [min(group) for group in members(paces, copies=copies, repeats=repeats)]
 
 
@@ -136,4 +137,5 @@ def kinds_of_groups(kinds: RankKinds, *, copies: int = 1, repeats: int = 1) -> R
 def _combine_kinds(kinds: Sequence[RankKind]) -> RankKind:
     limits = [kind.most_tokens for kind in kinds if kind.most_tokens is not None]
     names = dict.fromkeys(kind.name for kind in kinds)
+    # The rank with the least memory limits the group.
     return RankKind(" + ".join(names), min(limits, default=None))

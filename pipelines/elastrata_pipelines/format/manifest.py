@@ -25,6 +25,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 """A token id."""
 FORMAT: Literal["elastrata-shards"] = "elastrata-shards"
 FORMAT_VERSION: Literal[2] = 2
+# Version 1 has neither `checksum` nor `held_out`.
 READABLE_VERSIONS = (1, 2)
 MANIFEST = "manifest.json"
 LENGTHS = "lengths.npy"
@@ -255,6 +256,7 @@ class Manifest(Record):
 
     def _values(self) -> dict[str, Any]:
         """Return all fields but the checksum as JSON values."""
+        # Version 1 did not have the field, and must keep its fingerprints.
         return self.model_dump(exclude={_HELD_OUT} if self.version == 1 else None, mode="json")
 
 
@@ -299,6 +301,7 @@ def _parse_unchanged(data: bytes) -> Manifest | None:
         return None
     if manifest.version != FORMAT_VERSION:
         return None
+    # Fills the cached property without serialising the manifest.
     vars(manifest)["fingerprint"] = checksum
     return manifest
 
@@ -415,18 +418,18 @@ def read_held_out(storage: Storage, manifest: Manifest) -> Manifest | None:
             manifest.
     """
     folder = storage.sub(HELD_OUT)
-    where, beside = folder.uri(MANIFEST), storage.uri(MANIFEST)
+    where, parent = folder.uri(MANIFEST), storage.uri(MANIFEST)
     found = Manifest.find(folder)
     expected_fingerprint = manifest.held_out
     if manifest.version == 1 or (found and found.fingerprint == expected_fingerprint):
         return found
     if found and expected_fingerprint:
-        problem = f"{where}: not the data that was held out: its checksum is not that in {beside}"
+        problem = f"{where}: not the data that was held out: its checksum is not that in {parent}"
     elif expected_fingerprint:
-        problem = f"{where}: missing, but {beside} says that data was held out"
+        problem = f"{where}: missing, but {parent} says that data was held out"
     elif found:
         raise UserError(
-            f"{where}: {beside} does not say that data was held out; delete this folder, or move "
+            f"{where}: {parent} does not say that data was held out; delete this folder, or move "
             "it elsewhere and name it in evaluation.path"
         )
     else:

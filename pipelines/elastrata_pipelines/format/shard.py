@@ -26,6 +26,7 @@ def offsets_of(column: pa.LargeBinaryArray) -> npt.NDArray[np.int64]:
     if len(column) == 0:
         return np.zeros(1, np.int64)
     offsets = np.frombuffer(column.buffers()[1], np.int64)
+    # A slice shares the buffers of the whole column.
     return offsets[column.offset : column.offset + len(column) + 1]
 
 
@@ -132,6 +133,7 @@ def by_shard(manifest: Manifest, stripes: Sequence[int]) -> list[tuple[FileEntry
     Each shard comes with the number of its first stripe, and with the requested stripes in it.
     """
     starts = manifest.first_stripes
+    # Grouped, so that each shard is opened once.
     held: dict[int, list[int]] = {}
     for stripe in stripes:
         held.setdefault(bisect_right(starts, stripe) - 1, []).append(stripe)
@@ -222,6 +224,7 @@ def _read_stripe(reader: pq.ParquetFile, manifest: Manifest, stripe: int, first:
         raise pa.ArrowInvalid(f"stripe {stripe}: {group.num_rows} samples, expected {expected}")
     if any(column.compression != "UNCOMPRESSED" for column in columns):
         raise pa.ArrowInvalid(f"stripe {stripe}: compressed, expected plain bytes")
+    # The buffers of a column can be read directly only if it has one chunk.
     table = reader.read_row_group(stripe - first, use_threads=False).combine_chunks()
     if problem := stripe_problem(table, manifest):
         raise pa.ArrowInvalid(f"stripe {stripe}: {problem}")

@@ -49,6 +49,7 @@ def lay_out(config: PrepareConfig, tokenized: Sequence[Tokenized], part: int) ->
     runs = [run for portion in tokenized if (run := portion.runs[part]) is not None]
     documents = sum(portion.documents[part] for portion in tokenized)
     if not runs:
+        # With one document, `fraction_for_one` cannot hold out anything.
         if part == HELD_OUT and config.held_out_fraction and not documents:
             raise UserError(
                 "held_out: of a single document nothing can be held out; give more, make documents "

@@ -145,6 +145,7 @@ class PrepareConfig(ConfigPart):
             raise ValueError(f"pairs: needs packing: none, not {self.packing}")
         if self.held_out == ():
             raise ValueError("held_out: an empty list; leave it out or name sources")
+        # Names are part of sample ids.
         names = Counter(source.name for source in self.all_sources)
         for name in (name for name, count in names.items() if count > 1):
             raise ValueError(f"sources: two have the name {name!r}")

@@ -121,6 +121,7 @@ class Corpus:
         config = self.config.model_dump(mode="json")
         learned_from = config["tokenizer"]["sources"]
         for source in (*config["sources"], *_as_list(config["held_out"]), *learned_from):
+            # A corpus may be moved without being prepared again.
             del source["paths"]
         # Earlier versions did not have this key, and existing data sets must keep their
         # fingerprints.
@@ -251,8 +252,10 @@ class Corpus:
             done += result.bytes
             num_problems += len(result.problems)
             self.report(stage, done, max(done, self._text_bytes), "bytes")
+            # The preparation fails anyway, so the rest is not read.
             if num_problems > _MAX_PROBLEMS:
                 break
+        # Results arrive in any order.
         results.sort(key=lambda result: result.place)
         problems = [problem for result in results for problem in result.problems]
         if problems:

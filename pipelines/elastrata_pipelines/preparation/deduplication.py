@@ -26,6 +26,7 @@ DUPLICATE, NEAR_DUPLICATE = "duplicate", "near duplicate"
 # With 128 hashes, the standard error of a similarity of 0.8 is 0.035.
 PERMUTATIONS = 128
 """Length of a signature."""
+# Fixed, so that a corpus always has the same duplicates.
 _SEED = 1
 _SHINGLES_AT_ONCE = 2**14
 _WORD = re.compile(r"\w+")
@@ -130,6 +131,8 @@ def near_duplicates(found: Signatures, similarity: float) -> Flags:
     """
     keys = _band_keys(found, _rows_per_band(similarity))
     shared = _find_shared_bands(keys)
+    # Buckets hold kept documents only, so that a chain of similar documents is not removed
+    # completely.
     flags, buckets = np.zeros(len(found), bool), dict[tuple[int, int], list[int]]()
     # Documents without a shared band cannot have a near duplicate.
     for number in np.flatnonzero(shared.any(axis=1)).tolist():

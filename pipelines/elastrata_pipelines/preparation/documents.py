@@ -129,6 +129,7 @@ def _decodable_texts(
     text = data.decode(errors="surrogateescape")
     searched = 0
     for line, document in _split_documents(text, piece.first, config):
+        # Surrogates mark the bytes that are not UTF-8.
         if encodes(document):
             yield line, document
         else:

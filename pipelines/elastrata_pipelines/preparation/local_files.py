@@ -130,6 +130,7 @@ class _Walk:
     def __init__(self, root: str) -> None:
         self._found = LocalFiles(root.rstrip("/"))
         self._folders = [self._found.base or "/"]
+        # A heap: links are followed in the order of their names.
         self._links: list[str] = []
         above = Path(os.path.realpath(root)).parents
         # A link to a parent would add the folder's own files again.

@@ -83,6 +83,7 @@ def pack_concat(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) ->
     for document, length in enumerate(lengths.tolist()):
         position, end = begin, begin + length
         while position < end:
+            # The frame alone would fill the rest of the sample.
             if room <= frame.num_tokens:
                 sizes.append(0)
                 room = seq_len
@@ -154,6 +155,7 @@ def _fragments(
     begins = np.repeat(np.cumsum(lengths) - lengths, counts) + number * size
     ends = np.minimum(begins + size, np.repeat(np.cumsum(lengths), counts))
     text_ends = np.repeat(np.cumsum(lengths) - len(frame.end), counts)
+    # The frame's end does not count towards `min_tokens`.
     kept = np.minimum(ends, text_ends) - begins >= min_tokens
     fragment_ids = combine(np.repeat(ids, counts), number.astype(np.uint64))
     return _Fragments(fragment_ids[kept], begins[kept], ends[kept]), tokens
@@ -198,6 +200,7 @@ def _make_samples(
     firsts = lasts - sizes
     bounds = np.concatenate([[0], ends])[np.concatenate([[0], lasts])]
     starts = (ends - lengths - frame.num_tokens - np.repeat(bounds[:-1], sizes)).astype("<i4")
+    # The first piece of a sample starts at 0, which is not stored.
     inner = zip((firsts + 1).tolist(), lasts.tolist(), strict=True)
     return Samples(
         ids=fragments.ids[order[firsts]],

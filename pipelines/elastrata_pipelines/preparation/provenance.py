@@ -68,6 +68,7 @@ class Provenance(Record):
         lines = list(_compare(self.configuration, asked.configuration))
         for name in {**self.files, **asked.files}:
             existing, wanted = self.files.get(name), asked.files.get(name)
+            # Added and removed sources are differences of the configuration already.
             if existing and wanted and existing != wanted:
                 lines.append(
                     f"files of {name}: {_describe_files(existing)}, now {_describe_files(wanted)}"

@@ -68,6 +68,7 @@ def stripe_table(
         columns.append(_binary(extras))
     if pairs:
         both = np.frombuffer(b"".join(extras), dtype=[("start", "<i4"), ("next", "?")])
+        # Copies, because fields of a structured array are strided.
         columns += [pa.array(both["start"].copy()), pa.array(both["next"].copy())]
     return pa.Table.from_arrays(columns, schema=shard_schema(packed=packed, pairs=pairs))
 

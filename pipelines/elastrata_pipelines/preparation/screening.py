@@ -125,6 +125,7 @@ def without_repeats(
     Raises:
         UserError: the text changed after its documents were compared.
     """
+    # Marks belong to documents by position only.
     if len(documents) != len(marks):
         raise UserError("sources: the text changed while it was prepared; prepare it again")
     kept = [one for one, mark in zip(documents, marks.tolist(), strict=True) if not mark]
@@ -168,6 +169,7 @@ def screened(config: PrepareConfig, numbered: NumberedPortion) -> Screened:
     if config.bad_documents == "fail":
         return Screened(documents=documents, problems=(*read.fatal, *bad), skipped=dict(left_out))
     files = {UNREADABLE: count} if (count := numbered.portion.left_out) else {}
+    # Files are counted apart from their documents, which are unknown.
     skipped = total([count_reasons(bad), files, left_out])
     return Screened(documents=documents, problems=read.fatal, skipped=skipped)
 
@@ -179,6 +181,7 @@ def split(config: PrepareConfig, numbered: NumberedPortion) -> Split:
     fraction, least = config.held_out_fraction, 1.0
     for document in kept.documents:
         draw = held_out_draw(document) if fraction else 1.0
+        # Sources after the training ones are held out completely.
         is_held_out = draw < fraction or numbered.source >= len(config.sources)
         parts[HELD_OUT if is_held_out else TRAINING].append(document)
         least = least if is_held_out else min(least, draw)

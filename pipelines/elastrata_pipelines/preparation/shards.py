@@ -163,6 +163,7 @@ class WriteShard:
         records = [b""] * len(shard.ids)
         for run, path in enumerate(shard.run_paths):
             own_samples = np.flatnonzero(shard.runs == run)
+            # `read_records` needs ascending offsets.
             own_samples = own_samples[np.argsort(shard.offsets[own_samples])]
             found = read_records(
                 self.runs, path, shard.offsets[own_samples], shard.sizes[own_samples]

@@ -96,6 +96,7 @@ def find_files(number: int, config: SourceConfig) -> Found:
         elif not filled:
             problems.append(f"{in_one_line(path)}: all {len(found)} files in it are empty")
         for entry in filled:
+            # Paths may overlap; each file counts once.
             entries.setdefault(entry.url, entry)
     if not entries:
         problems += empty

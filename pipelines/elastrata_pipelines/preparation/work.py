@@ -160,6 +160,7 @@ class TokenizeWork:
             bytes=numbered.portion.bytes,
             documents=num_documents,
             runs=(runs[TRAINING], runs[HELD_OUT]),
+            # The name is empty if nothing was encoded.
             encoder=max(names),
             problems=found.problems,
             skipped=found.skipped,
@@ -181,6 +182,7 @@ class TokenizeWork:
         # A long text is freed as soon as its ids exist.
         documents.clear()
         sample, name = make(texts, encoder)
+        # At least one round, since `concatenate` needs a part.
         made = [
             sample(combine(ids, np.uint64(copy)), counts > copy)
             for copy in range(max(1, int(counts.max())))
