@@ -126,7 +126,7 @@ def deal(
     for name, given in (("speeds", speeds), ("budgets", each)):
         if len(given) not in (0, num_ranks):
             raise ValueError(f"{len(given)} {name} for {num_ranks} ranks")
-    # A stable sort, so that every rank computes the same deal.
+    # A stable sort, so that the deal is the same on every machine.
     by_length = np.argsort(-lengths, kind="stable")
     if len(set(speeds)) > 1 or len(set(each)) > 1:
         rank_speeds = speeds or (FULL_SPEED,) * num_ranks

@@ -230,7 +230,6 @@ class RankStream:
             )
         )
         self._token_dtype = token_dtype
-        # model.
         self._first: pa.Table = next(self._tables)
 
     def __iter__(self) -> Iterator[RankStep]:

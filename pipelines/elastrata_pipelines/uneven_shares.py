@@ -59,7 +59,7 @@ def shares_by_speed(
     best, best_seconds = unlimited, unlimited.seconds + number * fixed
     least = -(-tokens // int(budgets.sum()))
     # Each micro-batch less costs more balance than the one before, so the search ends with the
-    # first that does not pay.
+    # first that cannot pay.
     while (number := number - multiple) >= least:
         room = number * budgets
         # A lower bound, which spares most assignments.

@@ -180,8 +180,8 @@ def _members(
 class _Header(tarfile.TarInfo):
     """Tar header that must be complete."""
 
-    @classmethod
     # `tarfile` itself takes a damaged or missing header for the end of the archive.
+    @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
         if len(buf) == _BLOCK and not buf.strip(b"\0"):
             # Raises the error that marks the end.
