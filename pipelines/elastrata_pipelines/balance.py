@@ -1,4 +1,4 @@
-"""Balance: how equal the work of ranks is, and how much padding micro-batches need."""
+"""Balance: measures how equal the work of ranks is, and how much padding micro-batches need."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from elastrata_pipelines.order import Order
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """Means over some steps. Imbalance is the largest work of a rank over the mean work."""
+    """Means over several steps. Imbalance is the largest work of a rank over the mean work."""
 
     steps: int
     imbalance_max_over_mean: float
     imbalance_worst: float
     """Imbalance of the worst step."""
     imbalance_least: float
-    """No deal of whole rows can do better than this: of the k W + 1 longest rows, some rank of W
-    gets k + 1."""
+    """Lower bound for any deal of whole rows: of the k W + 1 longest rows, one of W ranks gets k
+    + 1."""
     imbalance_random: float
-    """Where every rank gets consecutive rows of the batch, as many as the others."""
+    """Imbalance if every rank gets equally many consecutive rows of the batch."""
     micro_batches: float
     """Micro-batches of one rank in a step."""
     padding_fraction: float
-    """Share of padding, were every micro-batch padded to its longest row."""
+    """Share of padding if every micro-batch were padded to its longest row."""
     padding_random: float
-    """Padding of micro-batches of as many rows each, in the order of the batch."""
+    """Padding of equally many micro-batches that hold equally many rows each, in batch order."""
     padding_to_longest: float
-    """Padding, were every row padded to the longest sample seen."""
+    """Padding if every row were padded to the longest sample of all batches."""
 
 
 def measure_balance(
     batches: Iterable[Ints], *, workers: int, tokens_per_micro_batch: int, work: WorkModel
 ) -> Balance:
-    """Deals global batches, given as the lengths of their rows, and looks at the result.
+    """Deal global batches, given as the lengths of their rows, and measure the result.
 
     Raises:
         ValueError: a row alone exceeds the token budget, or there is no batch.
@@ -48,18 +48,19 @@ def measure_balance(
     imbalances, least_imbalances, random_imbalances, counts = [], [], [], []
     rows = tokens = padded = padded_random = longest = 0
     for lengths in batches:
-        dealt = deal(
+        batch_deal = deal(
             lengths,
             num_ranks=workers,
             work=work,
             tokens_per_micro_batch=tokens_per_micro_batch,
         )
-        imbalances.append(dealt.imbalance)
+        imbalances.append(batch_deal.imbalance)
         least_imbalances.append(_least_imbalance(lengths, workers, work))
         random_imbalances.append(_random_imbalance(lengths, workers, work))
-        counts.append(len(dealt.hands[0].cuts) - 1)
-        padded += padded_tokens(dealt.hands, lengths)
-        padded_random += _padded_random(lengths, _filled(dealt.hands))
+        counts.append(len(batch_deal.hands[0].cuts) - 1)
+        padded += padded_tokens(batch_deal.hands, lengths)
+        # As many micro-batches as the deal has, for a fair comparison.
+        padded_random += _padded_random(lengths, _num_filled(batch_deal.hands))
         rows, tokens = rows + len(lengths), tokens + int(lengths.sum())
         longest = max(longest, int(lengths.max()))
     if not imbalances:
@@ -79,6 +80,7 @@ def measure_balance(
 
 def _least_imbalance(lengths: Ints, workers: int, work: WorkModel) -> float:
     costs = np.sort(work(lengths))[::-1]
+    # Entry k is the (k W + 1)-th largest cost: k + 1 rows of at least that cost share a rank.
     every_wth = costs[::workers]
     largest = int((every_wth * np.arange(1, len(every_wth) + 1)).max())
     return max(1.0, largest * workers / int(costs.sum()))
@@ -90,10 +92,10 @@ def _random_imbalance(lengths: Ints, workers: int, work: WorkModel) -> float:
 
 
 def padded_tokens(hands: Iterable[Hand], lengths: Ints) -> int:
-    """Tokens of all micro-batches, were each padded to its longest row.
+    """Return the tokens of all micro-batches if each is padded to its longest row.
 
     Args:
-        hands: rows of the batch in micro-batches.
+        hands: micro-batches with the rows of each rank.
         lengths: tokens of each row of the batch, shape [B].
     """
     return sum(
@@ -104,9 +106,9 @@ def padded_tokens(hands: Iterable[Hand], lengths: Ints) -> int:
     )
 
 
-def _filled(hands: Iterable[Hand]) -> int:
-    """Micro-batches that hold rows."""
-    return sum(int(np.count_nonzero(np.diff(hand.cuts))) for hand in hands)
+def _num_filled(rank_hands: Iterable[Hand]) -> int:
+    """Return the number of micro-batches that hold rows."""
+    return sum(int(np.count_nonzero(np.diff(hand.cuts))) for hand in rank_hands)
 
 
 def _padded_random(lengths: Ints, num_micro_batches: int) -> int:
@@ -117,43 +119,49 @@ def _padded_random(lengths: Ints, num_micro_batches: int) -> int:
 def ordered_batches(
     lengths: npt.NDArray[np.int32], order: Order, *, batch_size: int, steps: int
 ) -> Iterator[Ints]:
-    """Lengths of the first `steps` global batches of an order.
+    """Yield the lengths of the first `steps` global batches of an order.
 
     Args:
-        lengths: of all samples in stored order.
-        order: where the sample at each position is stored.
+        lengths: lengths of all samples in stored order.
+        order: order of the samples.
         batch_size: samples per step.
-        steps: how many batches.
+        steps: number of batches.
     """
     for step in range(steps):
         places = order.places(step * batch_size, batch_size)
+        # Only the last stripe is short, so a stripe begins at its number times the stripe size.
         yield lengths[places.stripes * order.stripe_size + places.rows].astype(np.int64)
 
 
 def mixed_batches(
     lengths: Sequence[npt.NDArray[np.int32]], order: MixedOrder, *, batch_size: int, steps: int
 ) -> Iterator[Ints]:
-    """As `ordered_batches`, of a mixture.
+    """Yield the lengths of the first `steps` global batches of a mixture.
 
     Args:
-        lengths: of all samples of each source, in stored order.
-        order: where the sample at each position is stored.
+        lengths: lengths of all samples of each source, in stored order.
+        order: order of the samples.
         batch_size: samples per step.
-        steps: how many batches.
+        steps: number of batches.
     """
     for step in range(steps):
         places = order.places(step * batch_size, batch_size)
         batch = np.empty(batch_size, np.int64)
-        for source, (own, one) in enumerate(zip(lengths, order.orders, strict=True)):
+        for source, (source_lengths, source_order) in enumerate(
+            zip(lengths, order.orders, strict=True)
+        ):
             inside = places.sources == source
-            batch[inside] = own[places.stripes[inside] * one.stripe_size + places.rows[inside]]
+            batch[inside] = source_lengths[
+                places.stripes[inside] * source_order.stripe_size + places.rows[inside]
+            ]
         yield batch
 
 
 def drawn_batches(
     histogram: npt.ArrayLike, *, batch_size: int, steps: int, seed: int = 0
 ) -> Iterator[Ints]:
-    """Random batches of lengths, `histogram[s]` being the number of samples of length s."""
+    """Yield random batches of lengths, where `histogram[s]` is the number of samples of length
+    s."""
     ends = np.cumsum(np.asarray(histogram, dtype=np.float64))
     for step in range(steps):
         draws = uniform(combine(key(seed, step), np.arange(batch_size, dtype=np.uint64)))

@@ -1,4 +1,4 @@
-"""Baselines: the same global batches under the deal and under other known ways to share them."""
+"""Baselines: compares the deal with other published ways to divide the same global batches."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from elastrata_pipelines.deal import Ints, WorkModel, cut_hands, deal
 
 
 def random(lengths: Ints, num_ranks: int) -> list[Ints]:
-    """Every rank takes as many consecutive rows as the others, give or take one.
-
-    What PyTorch's DistributedSampler comes to.
-    """
+    """Give every rank equally many consecutive rows, as PyTorch's DistributedSampler does."""
     return np.array_split(np.arange(len(lengths), dtype=np.int64), num_ranks)
 
 
 def stratified(lengths: Ints, num_ranks: int) -> list[Ints]:
-    """Every rank takes a row of each stratum; a stratum is `num_ranks` rows of about one length.
+    """Give every rank one row of each stratum; a stratum is `num_ranks` rows of similar length.
 
-    Stratification as for MLPerf BERT (arXiv 2402.02447), with the finest strata there can be.
+    This is the stratification of MLPerf BERT (arXiv 2402.02447) with the finest possible strata.
     """
     by_length = np.argsort(-lengths, kind="stable")
     strata = [np.sort(by_length[i : i + num_ranks]) for i in range(0, len(lengths), num_ranks)]
@@ -31,9 +28,10 @@ def stratified(lengths: Ints, num_ranks: int) -> list[Ints]:
 
 
 def exchanged_in_nodes(lengths: Ints, num_ranks: int, ranks_per_node: int) -> list[Ints]:
-    """Stratified; then the ranks of a node pool their rows, sort them and deal them to and fro.
+    """Stratify rows, then let the ranks of each node sort their rows and deal them in alternating
+    order.
 
-    Stratification and exchange as for MLPerf BERT (arXiv 2402.02447).
+    This is the stratification and exchange of MLPerf BERT (arXiv 2402.02447).
     """
     shares = stratified(lengths, num_ranks)
     exchanged = []
@@ -41,42 +39,43 @@ def exchanged_in_nodes(lengths: Ints, num_ranks: int, ranks_per_node: int) -> li
         node = shares[first : first + ranks_per_node]
         pool = np.concatenate(node)
         by_length = pool[np.argsort(-lengths[pool], kind="stable")]
-        exchanged += _rows_of_ranks(by_length, _to_and_fro(len(pool), len(node)), len(node))
+        exchanged += _rows_of_ranks(by_length, _alternating_ranks(len(pool), len(node)), len(node))
     return exchanged
 
 
 def sorted_round_robin(lengths: Ints, num_ranks: int) -> list[Ints]:
-    """The whole batch is sorted by length and dealt in turn: 0 1 2 0 1 2.
+    """Sort the whole batch by length and deal it in turn: 0 1 2 0 1 2.
 
-    The exchange over all ranks of MLPerf BERT (arXiv 2402.02447) without reversal.
+    This is the exchange over all ranks of MLPerf BERT (arXiv 2402.02447) without reversal.
     """
     by_length = np.argsort(-lengths, kind="stable")
     return _rows_of_ranks(by_length, np.arange(len(lengths)) % num_ranks, num_ranks)
 
 
 def sorted_to_and_fro(lengths: Ints, num_ranks: int) -> list[Ints]:
-    """The whole batch is sorted by length and dealt to and fro, as a snake: 0 1 2 2 1 0.
+    """Sort the whole batch by length and deal it in alternating order: 0 1 2 2 1 0.
 
-    The exchange over all ranks of MLPerf BERT (arXiv 2402.02447) with reversal.
+    This is the exchange over all ranks of MLPerf BERT (arXiv 2402.02447) with reversal.
     """
     by_length = np.argsort(-lengths, kind="stable")
-    return _rows_of_ranks(by_length, _to_and_fro(len(lengths), num_ranks), num_ranks)
+    return _rows_of_ranks(by_length, _alternating_ranks(len(lengths), num_ranks), num_ranks)
 
 
 def first_fit(lengths: Ints, capacity: int) -> Ints:
-    """The bin of each row, shape [B]: longest row first, each to the first bin with room for it.
+    """Return the bin of each row, shape [B]: longest row first, each to the first bin with room for
+    it.
 
-    First-fit decreasing (Johnson et al., SIAM J. Comput. 3, 1974); for BERT see Krell et al.
-    (arXiv 2107.02027).
+    This is first-fit decreasing (Johnson et al., SIAM J. Comput. 3, 1974); for BERT see Krell et
+    al. (arXiv 2107.02027).
 
     Args:
-        lengths: tokens of each row, none more than `capacity`.
+        lengths: tokens of each row, none above `capacity`.
         capacity: tokens that a bin holds.
     """
     width = 1 << max(0, len(lengths) - 1).bit_length()
-    room = [capacity] * (
-        2 * width
-    )  # a tree: bin i is its leaf width + i, a node has most of its two
+    # A binary tree: bin i is leaf width + i, and a node holds the larger room of its two children.
+    # Finding the first bin that fits takes logarithmic time.
+    room = [capacity] * (2 * width)
     bins = np.empty(len(lengths), dtype=np.int64)
     by_length = np.argsort(-lengths, kind="stable")
     for row, length in zip(by_length.tolist(), lengths[by_length].tolist(), strict=True):
@@ -90,20 +89,20 @@ def first_fit(lengths: Ints, capacity: int) -> Ints:
     return bins
 
 
-def _to_and_fro(num_rows: int, num_ranks: int) -> Ints:
+def _alternating_ranks(num_rows: int, num_ranks: int) -> Ints:
     turns, places = np.divmod(np.arange(num_rows, dtype=np.int64), num_ranks)
     return np.where(turns % 2, num_ranks - 1 - places, places)
 
 
 def _rows_of_ranks(rows: Ints, rank_of_row: Ints, num_ranks: int) -> list[Ints]:
-    """The rows of each rank, in the order given."""
+    """Return the rows of each rank, in the given order."""
     sizes = np.bincount(rank_of_row, minlength=num_ranks)
     return np.split(rows[np.argsort(rank_of_row, kind="stable")], np.cumsum(sizes)[:-1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchemeBalance:
-    """The balance of some steps under one scheme. Imbalance is a rank's largest work over the
+    """Balance of several steps under one scheme. Imbalance is a rank's largest work over the
     mean."""
 
     scheme: str
@@ -112,25 +111,25 @@ class SchemeBalance:
     imbalance_worst: float
     """Imbalance of the worst step."""
     micro_batches: float
-    """Micro-batches of one rank in a step, mean over the steps."""
+    """Micro-batches of one rank in a step, averaged over the steps."""
     padding_fraction: float
-    """Share of padding, were every micro-batch padded to its longest row."""
+    """Share of padding if every micro-batch were padded to its longest row."""
 
 
 @dataclass(frozen=True)
-class _Shared:
-    """One global batch, shared among the ranks."""
+class _DividedBatch:
+    """One global batch, divided among the ranks."""
 
     loads: Ints
     """Work of each rank."""
     micro_batches: int
     """Micro-batches of each rank."""
     padded_tokens: int
-    """Tokens of all ranks, with padding."""
+    """Tokens of all ranks, including padding."""
 
 
 Scheme = Callable[[Ints], Sequence[Ints]]
-"""From the lengths of a batch's rows to each rank's rows."""
+"""Function from the lengths of a batch's rows to each rank's rows."""
 
 
 def compare(
@@ -142,18 +141,18 @@ def compare(
     seq_len: int,
     ranks_per_node: int,
 ) -> tuple[SchemeBalance, ...]:
-    """Shares the same global batches, given as the lengths of their rows, by every scheme.
+    """Divide the same global batches, given as the lengths of their rows, by every scheme.
 
     Args:
         batches: lengths of the rows of each batch.
         workers: number of data-parallel ranks.
-        tokens_per_micro_batch: no micro-batch holds more tokens.
-        work: the cost of a row.
-        seq_len: tokens of a bin of first-fit packing, which costs what a row of that length does.
-        ranks_per_node: ranks that exchange rows with each other.
+        tokens_per_micro_batch: maximum number of tokens in a micro-batch.
+        work: cost model of a row.
+        seq_len: tokens of a bin of first-fit packing, which costs as much as a row of that length.
+        ranks_per_node: number of ranks that exchange rows with each other.
 
     Returns:
-        The deal first.
+        One balance per scheme; the deal comes first.
 
     Raises:
         ValueError: a row alone exceeds the token budget, or there is no batch.
@@ -164,22 +163,24 @@ def compare(
     budget = tokens_per_micro_batch
     schemes_by_name = {"deal": _deal(workers, work, budget), **_others(workers, ranks_per_node)}
     shared = {
-        name: [_shared(scheme(lengths), lengths, work, budget) for lengths in batches]
+        name: [_divide(scheme(lengths), lengths, work, budget) for lengths in batches]
         for name, scheme in schemes_by_name.items()
     }
-    shared["first_fit"] = [_packed(lengths, workers, work, seq_len, budget) for lengths in batches]
+    shared["first_fit"] = [
+        _divide_packed(lengths, workers, work, seq_len, budget) for lengths in batches
+    ]
     tokens = sum(int(lengths.sum()) for lengths in batches)
     return tuple(_balance(name, of_batches, tokens) for name, of_batches in shared.items())
 
 
 def _deal(workers: int, work: WorkModel, tokens_per_micro_batch: int) -> Scheme:
-    def dealt(lengths: Ints) -> list[Ints]:
-        found = deal(
+    def deal_rows(lengths: Ints) -> list[Ints]:
+        batch_deal = deal(
             lengths, num_ranks=workers, work=work, tokens_per_micro_batch=tokens_per_micro_batch
         )
-        return [hand.rows for hand in found.hands]
+        return [hand.rows for hand in batch_deal.hands]
 
-    return dealt
+    return deal_rows
 
 
 def _others(workers: int, ranks_per_node: int) -> dict[str, Scheme]:
@@ -192,33 +193,35 @@ def _others(workers: int, ranks_per_node: int) -> dict[str, Scheme]:
     }
 
 
-def _balance(scheme: str, shared: Sequence[_Shared], tokens: int) -> SchemeBalance:
-    imbalances = [float(one.loads.max() / one.loads.mean()) for one in shared]
+def _balance(scheme: str, shared: Sequence[_DividedBatch], tokens: int) -> SchemeBalance:
+    imbalances = [float(batch.loads.max() / batch.loads.mean()) for batch in shared]
     return SchemeBalance(
         scheme=scheme,
         imbalance_max_over_mean=float(np.mean(imbalances)),
         imbalance_worst=max(imbalances),
-        micro_batches=float(np.mean([one.micro_batches for one in shared])),
-        padding_fraction=1 - tokens / sum(one.padded_tokens for one in shared),
+        micro_batches=float(np.mean([batch.micro_batches for batch in shared])),
+        padding_fraction=1 - tokens / sum(batch.padded_tokens for batch in shared),
     )
 
 
-def _shared(rows: Sequence[Ints], lengths: Ints, work: WorkModel, budget: int) -> _Shared:
-    hands = cut_hands(rows, lengths, [budget] * len(rows))
+def _divide(rows: Sequence[Ints], lengths: Ints, work: WorkModel, budget: int) -> _DividedBatch:
+    rank_hands = cut_hands(rows, lengths, [budget] * len(rows))
     costs = work(lengths)
-    return _Shared(
-        loads=np.array([costs[hand.rows].sum() for hand in hands], dtype=np.int64),
-        micro_batches=len(hands[0].cuts) - 1,
-        padded_tokens=padded_tokens(hands, lengths),
+    return _DividedBatch(
+        loads=np.array([costs[hand.rows].sum() for hand in rank_hands], dtype=np.int64),
+        micro_batches=len(rank_hands[0].cuts) - 1,
+        padded_tokens=padded_tokens(rank_hands, lengths),
     )
 
 
-def _packed(lengths: Ints, num_ranks: int, work: WorkModel, seq_len: int, budget: int) -> _Shared:
-    """Rows packed into bins, which are padded to `seq_len` and dealt in turn."""
+def _divide_packed(
+    lengths: Ints, num_ranks: int, work: WorkModel, seq_len: int, budget: int
+) -> _DividedBatch:
+    """Pack rows into bins, which are padded to `seq_len` and dealt in turn."""
     num_bins = int(first_fit(lengths, seq_len).max()) + 1
     bins_of_ranks = np.bincount(np.arange(num_bins) % num_ranks, minlength=num_ranks)
     bins_per_micro_batch = max(1, budget // seq_len)
-    return _Shared(
+    return _DividedBatch(
         loads=bins_of_ranks * work(seq_len),
         micro_batches=int(-(-bins_of_ranks.max() // bins_per_micro_batch)),
         padded_tokens=num_bins * seq_len,

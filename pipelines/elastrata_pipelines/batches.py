@@ -1,4 +1,4 @@
-"""From stored stripes to each rank's rows of consecutive steps. Reads files; knows no Ray."""
+"""Batches: turns stored stripes into each rank's rows of consecutive steps. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from elastrata_pipelines.stripes import MixedStripes, Reader, Stripes
 from elastrata_pipelines.virtual_ranks import deal_to_virtual
 
 MAX_GROUP_TOKENS = 8 * 2**20
-"""Read and dealt at once, at most."""
+"""Maximum number of tokens that are read and dealt together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a stream begins: how far the run is."""
+    """Progress of a run, from which a stream begins."""
 
     step: int = 0
-    """Steps done."""
+    """Number of completed steps."""
     samples: int = 0
-    """Samples seen: the position of the next one."""
+    """Number of samples already used, which is the position of the next one."""
     tokens: int = 0
-    """Real tokens seen."""
+    """Number of tokens already used, without padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A data set that is mixed with others."""
+    """One data set of a mixture."""
 
     name: str
     url: str
@@ -47,45 +47,45 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The global batches of one data set, or of a mixture, dealt. A value: it can be sent to any
-    process."""
+    """The dealt global batches of a data set or a mixture. The value can be sent to any process."""
 
     url: str
-    """Of a mixture, that of its first source."""
+    """URL of the data set; for a mixture, of its first source."""
     manifest: Manifest
-    """Likewise; what it says of tokenizer and form is true of all."""
+    """Manifest of the same data set. Its tokenizer and sample format hold for all sources."""
     order: Order | MixedOrder
     work: WorkModel
     tokens_per_micro_batch: int
     virtual_ranks: int | None = None
-    """None: batches are dealt to as many ranks as there are."""
+    """Number of virtual ranks; None to deal batches to the actual ranks."""
     micro_batch_multiple: int = 1
-    """Every rank gets a multiple of so many micro-batches."""
+    """The number of micro-batches of every rank is a multiple of this."""
     larger_budgets: tuple[int, ...] = ()
-    """Other numbers of tokens that ranks may cut their rows by, each more than
+    """Other token budgets that ranks may use for their micro-batches, each above
     `tokens_per_micro_batch`."""
     sources: tuple[Source, ...] = ()
-    """Those of a mixture, in its order; none where there is one data set."""
+    """Sources of a mixture, in its order; empty for a single data set."""
 
     @property
     def mixture(self) -> Mixture | None:
-        """That of its sources."""
+        """Mixture of the sources, if there is one."""
         return self.order.mixture if isinstance(self.order, MixedOrder) else None
 
     @property
     def data_sets(self) -> tuple[tuple[str, Manifest], ...]:
-        """Place and manifest of every data set that is read."""
+        """URL and manifest of every data set that is read."""
         sources = tuple((source.url, source.manifest) for source in self.sources)
         return sources or ((self.url, self.manifest),)
 
     @property
     def samples(self) -> int:
-        """Samples of all its data sets."""
+        """Number of samples in all data sets."""
         return sum(manifest.samples for _, manifest in self.data_sets)
 
     @property
     def tokens_per_sample(self) -> float:
-        """Mean over its samples; of a mixture, over those at its first and its last shares."""
+        """Mean number of tokens per sample; for a mixture, the mean at its first and last
+        shares."""
         means = [manifest.tokens / manifest.samples for _, manifest in self.data_sets]
         if self.mixture is None:
             return means[0]
@@ -94,19 +94,22 @@ class Batches:
         return float(np.average(means, weights=weights))
 
     def placed(self, firsts: tuple[int, ...]) -> Batches:
-        """The same, with the sources of a mixture read on from these positions; see `MixedOrder`.
-        What is no mixture stays as it is."""
+        """Return a copy that reads the sources of a mixture from these positions on (see
+        `MixedOrder`).
+
+        A single data set is returned unchanged.
+        """
         if not isinstance(self.order, MixedOrder):
             return self
         return replace(self, order=replace(self.order, firsts=firsts))
 
     def mixed(self, mixture: Mixture) -> Batches:
-        """The same sources in another mixture."""
+        """Return a copy with the same sources in another mixture."""
         assert isinstance(self.order, MixedOrder), self.url
         return replace(self, order=replace(self.order, mixture=mixture))
 
     def stripes(self) -> Reader:
-        """A reader of the data sets."""
+        """Return a reader for the data sets."""
         readers = [Stripes(Storage(url), manifest) for url, manifest in self.data_sets]
         return MixedStripes(readers) if self.sources else readers[0]
 
@@ -119,19 +122,20 @@ class Batches:
         speeds: Speeds = (),
         kinds: RankKinds = (),
     ) -> Iterator[pa.Buffer]:
-        """Each rank's rows of the group's steps, encoded; rank after rank.
+        """Yield each rank's encoded rows of the group's steps, in rank order.
 
         Args:
             group: the steps.
             num_ranks: number of data-parallel ranks.
-            stripes: the reader; whoever reads consecutive groups gives them the same one.
-            speeds: of the data-parallel ranks; none: they are equally fast.
-            kinds: of the data-parallel ranks, by their memory; none: they are of one kind.
+            stripes: reader to use; pass the same one for consecutive groups to reuse its stripes.
+            speeds: speeds of the data-parallel ranks; empty if they are equally fast.
+            kinds: memory kinds of the data-parallel ranks; empty if they are all alike.
 
         Raises:
             UserError: a shard is missing or damaged.
         """
         places = self.order.places(group.first_position, group.num_steps * group.batch_size)
+        # All steps of the group are read at once: consecutive batches come from the same stripes.
         table, index = (stripes or self.stripes()).rows(places)
         lengths = table["length"].to_numpy()[index]
         sources = places.sources.astype(np.int32) if isinstance(places, MixedPlaces) else None
@@ -139,21 +143,22 @@ class Batches:
         deals = [self._deal(part, num_ranks, speeds, kinds) for part in parts]
         counts = [self._counts(*both, kinds) for both in zip(deals, parts, strict=True)]
         for rank in range(num_ranks):
-            hands = [dealt.hands[rank] for dealt in deals]
+            step_hands = [step_deal.hands[rank] for step_deal in deals]
             rows = np.concatenate(
-                [hand.rows + k * group.batch_size for k, hand in enumerate(hands)]
+                [hand.rows + k * group.batch_size for k, hand in enumerate(step_hands)]
             )
             steps = [
                 StepLayout(
+                    # Steps are counted from 1, `first_step` is the number of completed steps.
                     step=group.first_step + k + 1,
                     cuts=hand.cuts.tolist(),
-                    imbalance=dealt.imbalance,
-                    rounds=dealt.rounds,
+                    imbalance=step_deal.imbalance,
+                    rounds=step_deal.rounds,
                     counts=counts[k],
                     sources=tuple(source.name for source in self.sources),
                     work=int(self.work(parts[k][hand.rows]).sum()),
                 )
-                for k, (hand, dealt) in enumerate(zip(hands, deals, strict=True))
+                for k, (hand, step_deal) in enumerate(zip(step_hands, deals, strict=True))
             ]
             yield encode(
                 table.take(index[rows]),
@@ -176,8 +181,11 @@ class Batches:
         max_steps: int | None = None,
         before: int = 0,
     ) -> Groups:
-        """The groups from `start` to step `steps`, of up to `max_steps` steps and some `max_tokens`
-        tokens; `before`: steps of the run before these."""
+        """Return the groups from `start` to step `steps`.
+
+        A group has at most `max_steps` steps and about `max_tokens` tokens. `before` is the number
+        of steps of the run before this phase.
+        """
         per_step = max(1, int(batch_size * self.tokens_per_sample))
         return Groups(
             done=start.step,
@@ -200,15 +208,21 @@ class Batches:
         if self.virtual_ranks is None:
             budgets = [kind.budget(self.tokens_per_micro_batch) for kind in kinds]
             return deal(lengths, **common, budgets=budgets)
+        # Without the budgets of kinds: the content of virtual ranks must not depend on memory.
         return deal_to_virtual(lengths, virtual_ranks=self.virtual_ranks, **common)
 
-    def _counts(self, dealt: Deal, lengths: Ints, kinds: RankKinds) -> Counts:
-        """By kind of rank and each of several budgets, the micro-batches of every rank, were there
-        no other kinds; none where there is one budget."""
+    def _counts(self, step_deal: Deal, lengths: Ints, kinds: RankKinds) -> Counts:
+        """Return the micro-batches of every rank for each kind of rank and each budget.
+
+        Each count assumes that all ranks are of that kind. The result is empty if there is only one
+        budget.
+        """
         if not self.larger_budgets:
             return ()
         rows: dict[RankKind, list[Ints]] = {kind: [] for kind in different(kinds)}
-        for kind, hand in zip(kinds or different(()) * len(dealt.hands), dealt.hands, strict=True):
+        for kind, hand in zip(
+            kinds or different(()) * len(step_deal.hands), step_deal.hands, strict=True
+        ):
             rows[kind].append(hand.rows)
         return tuple(self._counts_of(lengths, *of_kind) for of_kind in rows.items())
 

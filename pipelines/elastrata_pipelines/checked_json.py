@@ -1,7 +1,7 @@
-"""The checked reader of JSON: every file of ours is bounded, parsed and held to its model here.
+"""Checked JSON: reads the project's JSON files with limits on size and depth, and validates them.
 
-Whatever lies where a file of ours belongs (a folder, a pipe, a link in a circle, JSON nested a
-million deep, a list where a number belongs) becomes one line that knows file and field.
+Whatever is found in place of a file (a folder, a pipe, a circular link, JSON nested a million
+levels deep, a list instead of a number) leads to a one-line error that names file and field.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 MOST_BYTES = 2**28
-"""No file of ours that is read whole, as JSON, is larger."""
+"""Maximum size of a JSON file that is read whole."""
 MOST_DEPTH = 64
-"""No JSON of ours nests objects and arrays deeper."""
+"""Maximum nesting depth of objects and arrays."""
 _SHOWN_PROBLEMS = 5
 _SHOWN_CHARACTERS = 60
 _LONGEST_REASON = 300
@@ -34,11 +34,11 @@ _REASONS = {
 
 
 class UnreadableError(UserError):
-    """A storage does not give what is there: maybe later it will."""
+    """An existing file cannot be read at present; a retry may succeed."""
 
 
 class Record(BaseModel):
-    """A thing that is kept as JSON: frozen, no unknown keys, no value of another type."""
+    """Base of the models stored as JSON: frozen, without unknown keys or type conversions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -47,39 +47,42 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def read_bytes(storage: Storage, *parts: str, most: int = MOST_BYTES) -> bytes:
-    """All bytes of a file of ours.
+    """Return all bytes of a file.
 
     Args:
-        storage: the folder it lies in.
-        parts: its path below.
-        most: bytes that it may have.
+        storage: folder that contains the file.
+        parts: path of the file below the folder.
+        most: maximum size in bytes.
 
     Raises:
-        FileNotFoundError: there is none.
-        UserError: it is no regular file, or larger than `most`.
+        FileNotFoundError: the file does not exist.
+        UserError: it is not a regular file, or larger than `most`.
         UnreadableError: it cannot be read.
     """
     where = storage.uri(*parts)
+    # The size is checked first, so that a huge file in the wrong place does not exhaust memory.
     if (size := file_size(storage, *parts)) > most:
         raise UserError(f"{where}: {size:,} bytes, expected at most {most:,} (altered)")
     try:
         return storage.read(*parts)
     except FileNotFoundError:
         raise
-    except Exception as error:  # each kind of store has its own
+    # Every kind of store raises errors of other classes.
+    except Exception as error:
         raise _unreadable(where, error) from None
 
 
 def list_names(storage: Storage, *parts: str) -> list[str]:
-    """The names directly below a folder of ours, sorted; empty where there is none.
+    """Return the sorted names directly below a folder; empty if the folder does not exist.
 
     Raises:
-        UserError: it is no folder, or cannot be listed.
+        UserError: it is not a folder, or cannot be listed.
     """
     where = storage.uri(*parts)
     path = Path(storage.path(*parts))
     try:
-        # One look decides: a folder may appear meanwhile. Of a link it says why it leads nowhere.
+        # Call stat() only once, as a folder may appear meanwhile. For a broken link, stat() raises
+        # the reason.
         if storage.is_local and os.path.lexists(path) and not stat.S_ISDIR(path.stat().st_mode):
             raise UserError(f"{where}: a file, expected a folder")
         return storage.names(*parts)
@@ -90,26 +93,29 @@ def list_names(storage: Storage, *parts: str) -> list[str]:
 
 
 def file_size(storage: Storage, *parts: str) -> int:
-    """Bytes of a file of ours.
+    """Return the size of a file in bytes.
 
     Args:
-        storage: the folder it lies in.
-        parts: its path below.
+        storage: folder that contains the file.
+        parts: path of the file below the folder.
 
     Raises:
-        FileNotFoundError: there is none.
-        UserError: it is no regular file, or cannot be looked at.
+        FileNotFoundError: the file does not exist.
+        UserError: it is not a regular file, or its status cannot be read.
     """
     where = storage.uri(*parts)
     try:
         if not storage.is_local:
-            storage.fs.invalidate_cache()  # it may know of the folder what is no longer so
+            # fsspec caches listings, which may be out of date.
+            storage.fs.invalidate_cache()
             return storage.size(*parts)
         status = Path(storage.path(*parts)).stat()
     except FileNotFoundError:
         raise
-    except Exception as error:  # each kind of store has its own
+    # Every kind of store raises errors of other classes.
+    except Exception as error:
         raise UserError(f"{where}: cannot be read ({reason(error)})") from None
+    # Opening a pipe would wait forever.
     if not stat.S_ISREG(status.st_mode):
         kind = "folder" if stat.S_ISDIR(status.st_mode) else "device, pipe or socket"
         raise UserError(f"{where}: a {kind}, expected a file")
@@ -117,7 +123,7 @@ def file_size(storage: Storage, *parts: str) -> int:
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be read, in one line."""
+    """Return, in one line, why a file cannot be read."""
     if isinstance(error, OSError) and error.errno is not None:
         return _REASONS.get(error.errno) or error.strerror or type(error).__name__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -125,26 +131,28 @@ def reason(error: Exception) -> str:
 
 
 def printable(text: str) -> str:
-    """A text in one line, and not too long a one: line ends and control characters are escaped."""
+    """Return a text as one line of limited length, with control characters escaped."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:_LONGEST_REASON])
     return line if len(text) <= _LONGEST_REASON else f"{line}..."
 
 
 def parse_json(data: bytes | str, where: str) -> Any:
-    """The value of a JSON text whose depth is bounded.
+    """Parse JSON of limited depth.
 
     Args:
-        data: the text, UTF-8 where it is bytes.
-        where: what to call it in an error: the file, with the line where it has several.
+        data: the text; bytes are decoded as UTF-8.
+        where: name of the text in errors: the file, with the line number if there are several
+            lines.
 
     Raises:
-        UserError: not JSON, or nested deeper than any of ours.
+        UserError: the text is not JSON, or nested deeper than `MOST_DEPTH`.
     """
     try:
         value = json.loads(data)
     except RecursionError:
         raise UserError(f"{where}: nested deeper than {MOST_DEPTH} levels (altered)") from None
-    except ValueError as error:  # UnicodeDecodeError is one
+    # UnicodeDecodeError is a ValueError, too.
+    except ValueError as error:
         raise UserError(f"{where}: not JSON (torn or altered): {reason(error)}") from None
     if _is_deeper(value, MOST_DEPTH):
         raise UserError(f"{where}: nested deeper than {MOST_DEPTH} levels (altered)")
@@ -152,16 +160,16 @@ def parse_json(data: bytes | str, where: str) -> Any:
 
 
 def parse_record(kind: type[Kind], data: bytes | str, where: str, advice: str = "") -> Kind:
-    """The record in a JSON text.
+    """Parse a JSON text and validate it against a model.
 
     Args:
-        kind: the model that says what may be in it.
+        kind: the model.
         data: the text.
-        where: what to call it in an error.
-        advice: what to do about it, for the end of each line.
+        where: name of the text in errors.
+        advice: what to do about errors; appended to each line.
 
     Raises:
-        UserError: a line for each field that is missing, unknown, or of another type or range.
+        UserError: one line for each field that is missing, unknown, or of the wrong type or range.
     """
     if not isinstance(parse_json(data, where), dict):
         raise UserError(f"{where}: expected a JSON object{_tail(advice)}")
@@ -172,12 +180,13 @@ def parse_record(kind: type[Kind], data: bytes | str, where: str, advice: str = 
 
 
 def read_record(kind: type[Kind], storage: Storage, *parts: str, advice: str = "") -> Kind:
-    """The record in a file: `read_bytes`, then `parse_record`, with what they raise."""
+    """Read a file and parse it; raises what `read_bytes` and `parse_record` raise."""
     return parse_record(kind, read_bytes(storage, *parts), storage.uri(*parts), advice)
 
 
 def _unreadable(where: str, error: Exception) -> UserError:
-    """The error to raise for a file or folder that storage does not give."""
+    """Return the error to raise for a file or folder that cannot be read."""
+    # Only these errors are certain to stay; any other one is worth a retry.
     is_final = isinstance(error, OSError) and error.errno in (*_REASONS, errno.ENOENT)
     return (UserError if is_final else UnreadableError)(
         f"{where}: cannot be read ({reason(error)})"
@@ -185,6 +194,7 @@ def _unreadable(where: str, error: Exception) -> UserError:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
+    # Breadth first, because recursion would reach Python's limit.
     level = [value]
     for _ in range(depth + 1):
         level = [item for node in level for item in _children(node)]
@@ -200,7 +210,7 @@ def _children(node: Any) -> Iterable[Any]:
 
 
 def _lines(error: ValidationError) -> list[str]:
-    """A line for each field at fault, the first few of them."""
+    """Return one line for each invalid field, up to a limit."""
     found = error.errors(include_url=False, include_context=False)
     lines = [_line(detail) for detail in found[:_SHOWN_PROBLEMS]]
     if more := found[_SHOWN_PROBLEMS:]:

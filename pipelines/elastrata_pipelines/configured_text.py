@@ -1,6 +1,6 @@
-"""Text in configuration: one line of printable characters, not longer than anybody would write.
+"""Configured text: one line of printable characters, of limited length, without secrets in URLs.
 
-It holds no secret in a URL, as configuration is written down: `url_secrets` decides.
+Configuration is recorded with every run, so it must not hold secrets (see `url_secrets`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def refuse_unprintable(value: object) -> None:
-    """Makes sure that a configured text can be shown, logged and be part of a path.
+    """Check that a configured text can be shown, logged and used in a path.
 
     Args:
-        value: any; texts, and those in lists, are looked at.
+        value: any value; texts, and texts in lists, are checked.
 
     Raises:
-        ValueError: a text is longer than `MOST_CHARACTERS`, or holds a line break or another
+        ValueError: a text is longer than `MOST_CHARACTERS`, or contains a line break or another
             control character.
     """
     if isinstance(value, list | tuple):
@@ -49,7 +49,8 @@ class ConfigPart(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
-        hide_input_in_errors=True,  # pydantic would print a URL with all that is in it
+        # By default, pydantic prints the whole URL.
+        hide_input_in_errors=True,
     )
 
     @field_validator("*")

@@ -1,4 +1,4 @@
-"""A user's mistake: one line per problem, all problems at once."""
+"""User errors: one line per problem, and all problems together."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from collections.abc import Iterable
 
 from elastrata_pipelines.url_secrets import hide_secrets
 
+# Names in messages can be arbitrarily long.
 _MOST_CHARACTERS = 4000
-"""Most characters of a line: a name may be as long as somebody wants it."""
+"""Maximum number of characters in a line."""
+# difflib takes quadratic time.
 _MOST_COMPARED = 100
+# Line ends, cursor movement, reversed text, and surrogates, which cannot be written.
 _BREAKING = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that would end a line, move the cursor, turn text around, or cannot be written at
-all."""
+"""Characters that are escaped in messages."""
 
 
 class UserError(Exception):
-    """Input that cannot work, told in one line per problem.
+    """Invalid input, described in one line per problem.
 
-    Commands print each line to standard error and exit with 2; nothing is written by then.
+    Commands print each line to standard error and exit with status 2; nothing has been written by
+    then.
 
     Args:
-        problems: a complete line each: what is wrong, where (file, key, value), what was expected.
-            What is no printable character of a line is shown as Python writes it, and secrets in
-            URLs are not shown.
+        problems: complete lines that name the problem, its place (file, key, value), and the
+            expected value. Unprintable characters are escaped, and secrets in URLs are hidden.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -32,12 +34,13 @@ class UserError(Exception):
         super().__init__("\n".join(problems))
         self.problems = problems
 
+    # By default, exceptions are unpickled from `args`, which hold the joined text.
     def __reduce__(self) -> tuple[type[UserError], tuple[str, ...]]:
         return type(self), self.problems
 
 
 def in_one_line(text: str) -> str:
-    """A text, such as a file's name, as a line can hold it: what cannot be printed is escaped."""
+    """Return a text, such as a file name, with its unprintable characters escaped."""
     if text.isprintable():
         return text
     return "".join(
@@ -47,7 +50,7 @@ def in_one_line(text: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name closest to `name`, for the end of a message; maybe empty."""
+    """Return a hint at the known name closest to `name`, for the end of a message; may be empty."""
     if len(name) > _MOST_COMPARED:
         return ""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

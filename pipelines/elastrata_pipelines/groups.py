@@ -1,4 +1,4 @@
-"""The batch size of every step, and groups: consecutive steps that are read and dealt together."""
+"""Batch sizes by step, and groups: consecutive steps that are read and dealt together."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class BatchSizeWarmup(BaseModel):
 
 
 def batch_size_at(step: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
-    """Samples in step `step`, counted from 0.
+    """Return the number of samples in step `step`, counted from 0.
 
-    The sizes `start`, `start + multiple`, ... below `full` get equally many steps each, up to one.
+    The sizes `start`, `start + multiple`, ... below `full` each last for the same number of steps,
+    give or take one.
 
     Args:
         step: the step.
         full: samples in a step after the warm-up.
-        warmup: None: all steps are of full size.
+        warmup: the warm-up; None if all steps are of full size.
     """
     if warmup is None or step >= warmup.steps:
         return full
@@ -40,9 +41,10 @@ def batch_size_at(step: int, *, full: int, warmup: BatchSizeWarmup | None) -> in
 
 
 def steps_of_equal_size(step: int, most: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
-    """How many steps from `step` on, up to `most`, have its size; at least 1."""
+    """Return how many steps from `step` on have the same size, at least 1 and at most `most`."""
     if warmup is None or step >= warmup.steps:
         return most
+    # `start` may already be the full size.
     num_sizes = max(1, _num_sizes(full, warmup))
     larger = step * num_sizes // warmup.steps + 1
     first_larger = -(-larger * warmup.steps // num_sizes)
@@ -50,7 +52,7 @@ def steps_of_equal_size(step: int, most: int, *, full: int, warmup: BatchSizeWar
 
 
 def samples_in(steps: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
-    """Samples in so many steps from the first one on."""
+    """Return the number of samples in the first `steps` steps."""
     warming = min(steps, warmup.steps) if warmup else 0
     if warmup is None:
         return steps * full
@@ -59,7 +61,10 @@ def samples_in(steps: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
 
 
 def steps_for(samples: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
-    """The fewest steps that have so many samples; at least 1, and one more than the warm-up has."""
+    """Return the smallest number of steps with `samples` samples.
+
+    The result is at least 1, and more than the number of warm-up steps.
+    """
     warming = warmup.steps if warmup else 0
     grown = samples_in(warming, full=full, warmup=warmup)
     return warming + max(1, -(-(samples - grown) // full))
@@ -70,9 +75,9 @@ def _num_sizes(full: int, warmup: BatchSizeWarmup) -> int:
 
 
 def _sum_of_floors(count: int, slope: int, divisor: int) -> int:
-    """The sum of `k * slope // divisor` over k from 0 to `count` - 1, in as many rounds as Euclid's
-    algorithm takes: a warm-up may have a billion steps."""
+    """Return the sum of `k * slope // divisor` over k from 0 to `count` - 1."""
     total, offset = 0, 0
+    # As many iterations as Euclid's algorithm takes: a warm-up may have a billion steps.
     while count > 0:
         total += (count - 1) * count // 2 * (slope // divisor) + count * (offset // divisor)
         slope, offset = slope % divisor, offset % divisor
@@ -86,29 +91,26 @@ def _sum_of_floors(count: int, slope: int, divisor: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Consecutive steps of one batch size."""
+    """Consecutive steps with one batch size."""
 
     first_step: int
-    """Steps done before this group."""
+    """Number of steps before this group."""
     first_position: int
     num_steps: int
     batch_size: int
 
 
 class Groups(Sequence[Group]):
-    """The groups of a phase that are left: a single step first, then doubling in size, so that the
-    first batch comes soon and the rest in bulk.
-
-    Those that are alike are made where somebody asks for them: a run may have millions.
+    """The remaining groups of a phase: a single step first, then groups that double in size.
 
     Args:
-        done: steps of the phase that are done.
-        position: of the next sample.
-        steps: of the phase.
-        batch_size: samples of a step after the warm-up.
-        most: steps of a group, at most.
-        warmup: of the batch size.
-        before: steps of the run before the phase.
+        done: number of completed steps of the phase.
+        position: position of the next sample.
+        steps: number of steps of the phase.
+        batch_size: samples per step after the warm-up.
+        most: maximum number of steps in a group.
+        warmup: warm-up of the batch size.
+        before: number of steps of the run before the phase.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Groups(Sequence[Group]):
     ) -> None:
         self._batch_size, self._most, self._before = batch_size, most, before
         self._first: list[Group] = []
+        # A small first group delivers the first batch soon; large groups read more efficiently.
         size = 1
         while done < steps and (size < most or (warmup and done < warmup.steps)):
             group = Group(
@@ -137,6 +140,7 @@ class Groups(Sequence[Group]):
             self._first.append(group)
             done, position = done + group.num_steps, position + group.num_steps * group.batch_size
             size = min(2 * size, most)
+        # The remaining groups are alike, and are computed on access: a run may have millions.
         self._done, self._position, self._left = done, position, max(0, steps - done)
 
     @override

@@ -1,7 +1,7 @@
 """Stable 64-bit hashes: the only source of randomness in order, split, masks and digests.
 
-Everything here is arithmetic on unsigned 64-bit integers, so the results do not depend on the
-platform, on NumPy's version or on the number of processes.
+All functions are arithmetic on unsigned 64-bit integers, so results do not depend on the platform,
+the version of NumPy or the number of processes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ _BLOCK_CHARACTERS = 2**20
 
 
 def text_hash(*parts: str | bytes) -> int:
-    """A 64-bit hash of `parts`, whose boundaries count: ("ab", "c") differs from ("a", "bc")."""
+    """Return a 64-bit hash of `parts` that respects their boundaries: ("ab", "c") differs from
+    ("a", "bc")."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         size = utf8_size(part) if isinstance(part, str) else len(part)
+        # The size in front of each part preserves the boundaries.
         digest.update(size.to_bytes(8, "little"))
+        # Encoded in blocks, because a document may be large.
         for block in _utf8_blocks(part) if isinstance(part, str) else (part,):
             digest.update(block)
     return int.from_bytes(digest.digest(), "little")
 
 
 def utf8_size(text: str) -> int:
-    """Bytes of a text as UTF-8, of which no whole copy is made."""
+    """Return the number of bytes of a text as UTF-8, without a full copy of it."""
     return len(text) if text.isascii() else sum(map(len, _utf8_blocks(text)))
 
 
@@ -41,8 +44,9 @@ def _utf8_blocks(text: str) -> Iterator[bytes]:
 
 
 def mix(values: npt.ArrayLike) -> U64:
-    """SplitMix64's output function (Steele, Lea and Flood, 2014), element by element."""
+    """Return SplitMix64's output function (Steele, Lea and Flood, 2014) of each element."""
     z = np.asarray(values, dtype=np.uint64)
+    # Arithmetic modulo 2^64 overflows on purpose.
     with np.errstate(over="ignore"):
         z = z + np.uint64(_GOLDEN)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(_M1)
@@ -51,7 +55,8 @@ def mix(values: npt.ArrayLike) -> U64:
 
 
 def mix_one(value: int) -> int:
-    """`mix` of one integer below 2^64: NumPy takes ten times as long to begin."""
+    """Return `mix` of one integer below 2^64."""
+    # For a single value, NumPy's overhead takes ten times as long.
     z = (value + _GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * _M1) & _MASK
     z = ((z ^ (z >> 27)) * _M2) & _MASK
@@ -59,7 +64,7 @@ def mix_one(value: int) -> int:
 
 
 def key(*parts: int) -> int:
-    """One 64-bit key from several integers, for example (seed, epoch, window)."""
+    """Return one 64-bit key of several integers, for example (seed, epoch, window)."""
     value = 0
     for part in parts:
         value = combine_one(value, part & _MASK)
@@ -67,34 +72,35 @@ def key(*parts: int) -> int:
 
 
 def combine(keys: npt.ArrayLike, values: npt.ArrayLike) -> U64:
-    """Hash of each pair (key, value); the arguments broadcast against each other."""
+    """Return a hash of each pair (key, value); the arguments broadcast against each other."""
     return mix(mix(keys) ^ np.asarray(values, dtype=np.uint64))
 
 
 def combine_one(key: int, value: int) -> int:
-    """`combine` of one pair of integers below 2^64."""
+    """Return `combine` of one pair of integers below 2^64."""
     return mix_one(mix_one(key) ^ value)
 
 
 def uniform(hashes: U64) -> npt.NDArray[np.float64]:
-    """Maps 64-bit hashes to [0, 1) by their upper 53 bits."""
+    """Map 64-bit hashes to [0, 1) by their upper 53 bits."""
+    # A double has 53 bits of precision.
     return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def uniform_one(hashed: int) -> float:
-    """`uniform` of one integer below 2^64."""
+    """Return `uniform` of one integer below 2^64."""
     return (hashed >> 11) * 2.0**-53
 
 
 def permutation(n: int, seed_key: int) -> npt.NDArray[np.int64]:
-    """A permutation of 0..n-1 that depends on `n` and `seed_key` alone."""
+    """Return a permutation of 0..n-1 that depends only on `n` and `seed_key`."""
     return np.argsort(combine(seed_key, np.arange(n, dtype=np.uint64)), kind="stable")
 
 
 def digest(sample_ids: U64) -> int:
-    """An order-free 64-bit digest: the sum of the samples' hashes modulo 2^64.
+    """Return an order-independent 64-bit digest: the sum of the samples' hashes modulo 2^64.
 
-    The digests of a step's parts add up (modulo 2^64) to the digest of the step, so ranks can
-    compute it each for themselves and reduce.
+    The digests of a step's parts add up (modulo 2^64) to the digest of the step, so each rank can
+    compute its own part before a reduction.
     """
     return int(np.sum(mix(sample_ids), dtype=np.uint64))

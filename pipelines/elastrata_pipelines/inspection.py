@@ -1,4 +1,5 @@
-"""Inspection: what a data set holds, what any number of workers would see, whether it is whole."""
+"""Inspection: the content of a data set, its balance at any number of workers, and its
+integrity."""
 
 from __future__ import annotations
 
@@ -35,26 +36,27 @@ from elastrata_pipelines.storage import Storage
 
 @dataclass(frozen=True, kw_only=True)
 class Excerpt:
-    """One sample as text, special tokens included."""
+    """One sample as text, including special tokens."""
 
     sample_id: int
     tokens: int
     parts: list[str]
-    """The documents in it, or the two halves of a pair."""
+    """The documents in the sample, or the two halves of a pair."""
     is_next: bool | None
     """Whether the second text of a pair follows the first."""
     seen: str | None = None
-    """The text that a model is shown of it in the first epoch; None where nobody has asked."""
+    """Text of the sample as the model sees it in the first epoch; None if it was not requested."""
 
 
 def some_rows(storage: Storage, manifest: Manifest, count: int) -> Rows:
-    """So many samples, or all, spread over the first stripe: short ones and long ones.
+    """Return `count` samples, or all if there are fewer, spread over the first stripe.
 
     Raises:
         UserError: a shard cannot be read.
     """
     (stripe,) = read_stripes(storage, manifest, [0])
     count = min(count, stripe.num_rows)
+    # A stripe is sorted by length: evenly spaced rows include short and long samples.
     table = stripe.take(np.arange(count) * stripe.num_rows // count)
     layout = StepLayout(step=1, cuts=[0, count], imbalance=1.0)
     (step,) = decode(encode(table, np.zeros(count, np.int64), [layout]), manifest.token_dtype)
@@ -62,12 +64,12 @@ def some_rows(storage: Storage, manifest: Manifest, count: int) -> Rows:
 
 
 def excerpts(storage: Storage, rows: Rows, seen: Sequence[int] | None = None) -> list[Excerpt]:
-    """Rows as text, by the tokenizer that the data set brings.
+    """Return rows as text, decoded by the data set's tokenizer.
 
     Args:
         storage: the data set.
         rows: some of its samples.
-        seen: the ids that a model is shown of them, end to end.
+        seen: ids of the samples as the model sees them, end to end.
 
     Raises:
         UserError: the tokenizer cannot be read.
@@ -111,7 +113,8 @@ def _tokenizer(storage: Storage) -> Any:
         raise UserError(f"{where}: missing; prepare the data set again") from None
     except UserError:
         raise
-    except Exception as error:  # tokenizers raises this very class
+    # tokenizers raises plain Exception.
+    except Exception as error:
         raise UserError(f"{where}: not a tokenizer ({reason(error)})") from None
 
 
@@ -120,30 +123,31 @@ _REASON_NOT_KEPT = "reason not kept"
 
 @dataclass(frozen=True, kw_only=True)
 class SourceAccount:
-    """The share of one source."""
+    """Statistics of one source."""
 
     name: str
     weight: float
     documents: int
-    """For training, each counted once."""
+    """Training documents, each counted once."""
     held_out: int
-    """Documents held out."""
+    """Held-out documents."""
     skipped: dict[str, int]
-    """Documents left out by reason, the commonest first."""
+    """Skipped documents by reason, most frequent first."""
     samples: int
     tokens: int
     share: float
     """Share of the data set's tokens."""
     unknown_share: float | None
-    """Share of the source's tokens; None where the tokenizer knows all text, or nobody has
-    counted."""
+    """Share of unknown tokens in the source; None if the tokenizer knows all text, or they were
+    not counted."""
 
 
 def source_accounts(storage: Storage, manifest: Manifest) -> list[SourceAccount]:
-    """The accounts of a data set's sources, then of those that are held out as a whole.
+    """Return the statistics of a data set's sources, followed by sources that are held out
+    completely.
 
     Raises:
-        UserError: what lies beside its manifest cannot be read.
+        UserError: provenance or held-out data cannot be read.
     """
     training = {entry["name"]: entry for entry in map(_values, manifest.sources)}
     held_out: dict[str, dict[str, Any]] = {}
@@ -160,7 +164,8 @@ def source_accounts(storage: Storage, manifest: Manifest) -> list[SourceAccount]
 def _values(entry: Any) -> dict[str, Any]:
     values = dict(entry)
     skipped = values["documents_skipped"]
-    if isinstance(skipped, int):  # as earlier versions counted
+    # Version 1 of the format has only the total.
+    if isinstance(skipped, int):
         values["documents_skipped"] = {_REASON_NOT_KEPT: skipped} if skipped else {}
     return values
 
@@ -187,9 +192,10 @@ def _account(
 
 
 SAMPLES_OF_A_WORKER = 16
-"""In a batch that nobody has said the size of."""
+"""Samples per worker in a batch whose size is not given."""
 BERT_BASE_WORK = WorkModel(linear=6 * 768, quadratic=1)
-"""A block of width h costs 24 h^2 FLOPs per token and 4 h per pair of tokens."""
+"""Work of a BERT base layer. A block of width h costs 24 h^2 FLOPs per token and 4 h per pair of
+tokens; both are divided by 4 h here."""
 _GOOD_IMBALANCE = 1.01
 _ADVICE_STEPS = 4
 _ADVICE_DOUBLINGS = 6
@@ -197,7 +203,7 @@ _ADVICE_DOUBLINGS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """A data set as training would see it."""
+    """A data set as training would read it."""
 
     samples: int
     tokens: int
@@ -206,18 +212,18 @@ class Inspection:
     length_histogram: tuple[int, ...]
     """`length_histogram[s]`: number of samples of length s."""
     padding_to_seq_len: float
-    """Share of padding, were every sample padded to `seq_len`."""
+    """Share of padding if every sample were padded to `seq_len`."""
     workers: int
     batch_size: int
     balance: Balance
     schemes: tuple[SchemeBalance, ...]
-    """The deal, and beside it other schemes for the same batches."""
+    """The deal, followed by other schemes for the same batches."""
     advice: str | None
-    """One line where another batch size would balance the work better."""
+    """One line that recommends another batch size if that would balance the work better."""
 
     @property
     def padding_fraction(self) -> float:
-        """Share of padding, were every micro-batch padded to its longest row."""
+        """Share of padding if every micro-batch were padded to its longest row."""
         return self.balance.padding_fraction
 
     @property
@@ -238,24 +244,25 @@ def inspect(
     seed: int = 0,
     ranks_per_node: int = 8,
 ) -> Inspection:
-    """Deals the first `steps` steps that a run with these settings would take.
+    """Deal the first `steps` steps of a run with these settings, and return statistics.
 
     Args:
         storage: the data set.
         workers: number of data-parallel ranks.
         batch_size: samples per step, over all ranks.
-        tokens_per_micro_batch: most tokens in a micro-batch.
-        work: the cost of a row.
-        window_stripes: stripes shuffled together.
-        seed: of the run's order.
-        ranks_per_node: ranks that could exchange rows inside their node.
+        tokens_per_micro_batch: maximum number of tokens in a micro-batch.
+        work: cost model of a row.
+        steps: number of steps.
+        window_stripes: number of stripes that are shuffled together.
+        seed: seed of the run's order.
+        ranks_per_node: number of ranks that could exchange rows inside their node.
 
     Raises:
-        UserError: no data set there, or one that these settings do not suit.
+        UserError: the data set does not exist, or does not suit these settings.
     """
     manifest = Manifest.read(storage)
     lengths = manifest.read_lengths(storage)
-    problems = _misfits(manifest, int(lengths.max()), batch_size, tokens_per_micro_batch)
+    problems = _setting_problems(manifest, int(lengths.max()), batch_size, tokens_per_micro_batch)
     if problems:
         raise UserError(*(f"{storage.uri()}: {problem}" for problem in problems))
     order = Order(
@@ -307,10 +314,10 @@ def _inspection(
     )
 
 
-def _misfits(
+def _setting_problems(
     manifest: Manifest, longest: int, batch_size: int, tokens_per_micro_batch: int
 ) -> list[str]:
-    """Why these settings do not suit the data set."""
+    """Return the reasons why these settings do not suit the data set."""
     problems = []
     if batch_size > manifest.samples:
         problems.append(
@@ -332,7 +339,7 @@ def advise(
     batch_size: int,
     work: WorkModel,
 ) -> str | None:
-    """One line on the batch size, where ranks hold too few samples to be dealt equal work."""
+    """Return one line on the batch size if ranks hold too few samples for equal work."""
     if imbalance <= _GOOD_IMBALANCE:
         return None
     problem = (
@@ -345,6 +352,7 @@ def advise(
         balance = measure_balance(
             drawn_batches(histogram, batch_size=larger, steps=_ADVICE_STEPS),
             workers=workers,
+            # Room for a whole batch: the limit is no concern here.
             tokens_per_micro_batch=larger * len(histogram),
             work=work,
         )
@@ -357,11 +365,12 @@ def advise(
 
 
 def verify(storage: Storage) -> list[str]:
-    """Reads a whole data set, a file at a time, with what was held out of it, and lists what is
-    wrong, one line per problem; empty: all is well.
+    """Read a whole data set, including held-out data, and return one line per problem.
+
+    The result is empty if the data set is intact. Files are read one at a time.
 
     Raises:
-        UserError: there is no data set, or its manifest cannot be read.
+        UserError: the data set does not exist, or its manifest cannot be read.
     """
     manifest = Manifest.read(storage)
     problems = _content_problems(storage, manifest)
@@ -373,7 +382,7 @@ def verify(storage: Storage) -> list[str]:
 
 
 def _content_problems(storage: Storage, manifest: Manifest) -> list[str]:
-    """The problems of a data set's files."""
+    """Return the problems of a data set's files."""
     problems, index_problems = [], list[str]()
     lengths: npt.NDArray[np.int32] | None = None
     try:
@@ -385,23 +394,26 @@ def _content_problems(storage: Storage, manifest: Manifest) -> list[str]:
         expected = None if lengths is None else lengths[first : first + entry.samples]
         first += entry.samples
         problem = file_problem(storage, entry)
-        if problem := problem or _damage(storage, manifest, entry, expected):
+        if problem := problem or _damage_of_file(storage, manifest, entry, expected):
             problems.append(problem)
+    # The lengths file is checked twice, as a file and as an index.
     return list(dict.fromkeys(problems + index_problems))
 
 
-def _damage(
+def _damage_of_file(
     storage: Storage,
     manifest: Manifest,
     entry: FileEntry,
     lengths: npt.NDArray[np.int32] | None,
 ) -> str | None:
-    """The problem of a file's bytes, or of the samples in it, in one line."""
+    """Return the problem of a file's bytes or samples, in one line."""
     where = storage.uri(entry.path)
     try:
+        # The default limit of `read_bytes` is for JSON; shards may be larger.
         data = read_bytes(storage, entry.path, most=entry.bytes)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             return f"{where}: altered: its checksum is not the manifest's"
+        # Lengths and tokenizer files hold no samples: their checksums suffice.
         if not entry.stripes:
             return None
         found = read_shard(data, storage, manifest, entry)["length"].to_numpy()

@@ -1,15 +1,17 @@
-"""The mixture: which source stands at which position, and which of its samples. Numbers in, numbers
-out.
+"""The mixture: assigns a source, and a sample of that source, to every position.
 
-The sources are the leaves of a binary tree. Every node shares its positions out between its two
-sides as evenly as whole numbers can: of its first m positions floor(m * left / whole + 1/2) go to
-the left (a Sturmian word; Morse and Hedlund, Amer. J. Math. 62, 1940). Nothing is drawn, so a count
-is arithmetic at any position.
+This module holds pure functions of numbers.
 
-Of two sources, every window of k positions has k times their share, to less than one sample. No
-order does that for three or more, but for a few special shares (Tijdeman, Indag. Math. 83, 1980;
-Fraenkel's conjecture): of three, windows are off by less than two, and the first k positions, for
-any k, by less than one. `Mixture.largest_error` gives the bound for any shares.
+The sources are the leaves of a binary tree. Every node divides its positions between its two
+children as evenly as whole numbers allow: of its first m positions, floor(m * left / whole + 1/2)
+go to the left child (a Sturmian word; Morse and Hedlund, Amer. J. Math. 62, 1940). No random
+numbers are involved, so the counts at any position follow from arithmetic.
+
+With two sources, every window of k positions contains k times their share, with an error below one
+sample. With three or more sources no order achieves that, except for a few special shares
+(Tijdeman, Indag. Math. 83, 1980; Fraenkel's conjecture). With three sources, the error is below two
+for any window and below one for the first k positions. `Mixture.largest_error` gives the bound for
+any shares.
 """
 
 from __future__ import annotations
@@ -29,20 +31,24 @@ from elastrata_pipelines.order import Order, Places
 Ints = npt.NDArray[np.int64]
 
 UNITS = 2**32
-"""Shares are whole numbers that add up to this."""
+"""Sum of all shares, which are whole numbers."""
 RAMP_PARTS = 1024
-"""Shares that change do so in so many even steps, or one a position where there are fewer."""
+"""Number of even steps in which changing shares change; one step per position in shorter legs."""
+# Bounds memory, and keeps the products with `UNITS` below 2**63.
 _AT_ONCE = 2**20
-"""Positions: with `UNITS`, their products fit 64 bits."""
+"""Positions that are drawn in one call."""
 
 
 def in_units(shares: Sequence[float | Fraction]) -> tuple[int, ...]:
-    """Shares as whole numbers that add up to `UNITS`, each off by less than one: the largest
-    remainders are rounded up. A share above 0 stays above 0.
+    """Convert shares to whole numbers that add up to `UNITS`.
+
+    Each result is off by less than one: the largest remainders are rounded up. A positive share
+    stays positive.
 
     Args:
-        shares: none below 0, some above it; of any sum.
+        shares: non-negative numbers with any positive sum.
     """
+    # Fractions, because sums of floats depend on the order of their terms.
     exact = [Fraction(share) for share in shares]
     divisor = math.lcm(*(share.denominator for share in exact))
     return _rounded([int(share * divisor) for share in exact])
@@ -56,23 +62,24 @@ def _rounded(parts: Sequence[int]) -> tuple[int, ...]:
         remainders = [(-(part * UNITS % whole), number) for number, part in enumerate(parts)]
         for _, number in sorted(remainders)[:missing]:
             units[number] += 1
+    # Tiny shares were raised to 1: the largest share pays for them.
     units[units.index(max(units))] += UNITS - sum(units)
     return tuple(units)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leg:
-    """A part of a mixture: shares that stay as they are, or change evenly."""
+    """Part of a mixture in which shares are constant or change evenly."""
 
     shares: tuple[int, ...]
-    """Of each source, in `UNITS`, at its first position."""
+    """Share of each source at the first position, in `UNITS`."""
     final_shares: tuple[int, ...] | None = None
-    """At its last one; None: the same."""
+    """Shares at the last position; None if they do not change."""
     length: int = UNITS
-    """Positions in which they change."""
+    """Number of positions over which the shares change."""
     stop: int | None = None
-    """The position, counted from its first, at which it ends before that. The last leg of a mixture
-    never ends, and goes on with its last shares."""
+    """Offset at which the leg is cut off early. The last leg of a mixture never ends: it keeps
+    its last shares."""
 
     def __post_init__(self) -> None:
         for shares in (self.shares, self.final_shares or self.shares):
@@ -83,11 +90,11 @@ class Leg:
 
     @property
     def end(self) -> int:
-        """Its positions, but for the last leg."""
+        """Number of positions in the leg, unless it is the last one."""
         return self.length if self.stop is None else self.stop
 
     def shares_at(self, offset: int) -> tuple[int, ...]:
-        """The shares at a position of the leg, counted from its first."""
+        """Return the shares at an offset from the leg's first position."""
         if self.final_shares is None:
             return self.shares
         if offset >= self.length:
@@ -95,8 +102,10 @@ class Leg:
         return self._in_part(self._part_at(offset))
 
     def parts(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Its first position, counted from the leg's, and the shares of every part of equal ones;
-        after the last, where it changes, the shares that stay."""
+        """Yield the offset and the shares of every part in which shares are constant.
+
+        If the shares change, the last item holds the final shares, which stay.
+        """
         if self.final_shares is None:
             yield 0, self.shares
             return
@@ -112,7 +121,7 @@ class Leg:
         return offset * self._num_parts // self.length
 
     def _in_part(self, part: int) -> tuple[int, ...]:
-        """The shares half way through one of the parts."""
+        """Return the shares at the middle of a part."""
         assert self.final_shares is not None
         whole = 2 * self._num_parts
         return _rounded(
@@ -123,12 +132,14 @@ class Leg:
         )
 
 
-def _cut(leg: Leg, at: int, source: int) -> Iterator[Leg]:
-    """A leg up to a position, where that is not its first, and its rest without a source."""
+def _split_leg(leg: Leg, at: int, source: int) -> Iterator[Leg]:
+    """Yield a leg up to a position, if that is not its first, and then its rest without a
+    source."""
     changes = leg.final_shares is not None and at < leg.length
-    if at and leg.final_shares and not changes:  # the rest of a last leg
+    # Only a last leg reaches beyond the positions in which its shares change.
+    if at and leg.final_shares and not changes:
         yield replace(leg, stop=None)
-        yield from _cut(Leg(shares=leg.final_shares), at - leg.length, source)
+        yield from _split_leg(Leg(shares=leg.final_shares), at - leg.length, source)
         return
     if at:
         yield replace(leg, stop=at, length=max(at, leg.length))
@@ -150,19 +161,19 @@ def _without(shares: Sequence[int], source: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Samples by their source: two arrays of equal length, one entry per position asked for."""
+    """Samples by source: two arrays of equal length with one entry per requested position."""
 
     sources: Ints
     numbers: Ints
-    """The sample's number among those of its source, counted from the mixture's first position."""
+    """Index of the sample among those of its source, counted from the mixture's first position."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The order of sources. A value: it can be sent to any process."""
+    """The order of sources. The value can be sent to any process."""
 
     legs: tuple[Leg, ...]
-    """One after the other, of equally many sources."""
+    """Consecutive legs, all with the same number of sources."""
 
     def __post_init__(self) -> None:
         if len({len(leg.shares) for leg in self.legs}) != 1:
@@ -170,16 +181,16 @@ class Mixture:
 
     @property
     def num_sources(self) -> int:
-        """Sources, those without a share included."""
+        """Number of sources, including those without a share."""
         return len(self.legs[0].shares)
 
     @property
     def last_shares(self) -> tuple[int, ...]:
-        """Those that stay, in `UNITS`."""
+        """Final shares of the last leg, in `UNITS`."""
         return self.legs[-1].final_shares or self.legs[-1].shares
 
     def shares_at(self, position: int) -> tuple[float, ...]:
-        """The share of each source at a position."""
+        """Return the share of each source at a position."""
         offset = position
         for leg in self.legs[:-1]:
             if offset < leg.end:
@@ -188,11 +199,12 @@ class Mixture:
         return tuple(share / UNITS for share in self.legs[-1].shares_at(offset))
 
     def without(self, source: int, position: int) -> Mixture:
-        """The same up to a position; from there on the others have that source's share, in
-        proportion to theirs.
+        """Return a mixture that omits a source from a position on.
+
+        The other sources divide its share in proportion to theirs. Earlier positions do not change.
 
         Raises:
-            ValueError: there is no other one.
+            ValueError: the source is the only one with a share.
         """
         first, legs = 0, list[Leg]()
         for leg in self.legs:
@@ -201,17 +213,17 @@ class Mixture:
             if at and not is_last and at >= leg.end:
                 legs.append(leg)
             else:
-                legs += _cut(leg, at, source)
+                legs += _split_leg(leg, at, source)
             first += leg.end
         return Mixture(tuple(legs))
 
     def counts(self, position: int) -> tuple[int, ...]:
-        """Samples of each source before a position."""
+        """Return the number of samples of each source before a position."""
         stretch = _plan(self).stretch_at(position)
         return tuple(stretch.counts_at(position)[: self.num_sources])
 
     def draw(self, first: int, count: int) -> Drawn:
-        """The samples at positions first .. first + count - 1."""
+        """Return the samples at positions first .. first + count - 1."""
         plan, parts = _plan(self), list[Drawn]()
         position, stop = first, first + count
         while position < stop:
@@ -226,8 +238,10 @@ class Mixture:
         )
 
     def position_of(self, source: int, number: int, stop: int) -> int:
-        """The first position before which there are so many samples of a source; `stop` where
-        there are fewer before it."""
+        """Return the first position before which a source has `number` samples.
+
+        Return `stop` if the source has fewer samples before it.
+        """
         low, high = 0, stop
         while low < high:
             middle = (low + high) // 2
@@ -238,10 +252,11 @@ class Mixture:
         return low
 
     def largest_error(self, source: int) -> float:
-        """A bound that the samples of a source in any window, less its share of them, stay below.
-        Of the positions from the first on it is half that.
+        """Return a bound on the error of a source's sample count in any window.
 
-        For shares that change it is that of the least favourable part, on either side.
+        The error is the number of samples less the source's share of the window, and stays below
+        the bound. For windows that begin at the first position the bound is half as large. If
+        shares change, the result is the bound of the least favourable part.
         """
         return max(
             _error(_plan(self).tree, shares, source)
@@ -252,23 +267,24 @@ class Mixture:
 
 @dataclass(frozen=True)
 class _Tree:
-    """Sources have the numbers from 0 on, nodes those after them; the last one is the root."""
+    """Binary tree over the sources. Sources have the first numbers, nodes follow, and the root
+    is last."""
 
     num_sources: int
     children: tuple[tuple[int, int], ...]
-    """Left and right of every node; both have smaller numbers."""
+    """Left and right child of every node; both have smaller numbers than the node."""
 
     @property
     def root(self) -> int:
         return self.num_sources + len(self.children) - 1
 
     def nodes(self) -> Iterator[tuple[int, int, int]]:
-        """Every node with its left and its right, those above before those below."""
+        """Yield every node with its left and right child, parents before children."""
         for number in range(len(self.children) - 1, -1, -1):
             yield self.num_sources + number, *self.children[number]
 
     def sums(self, shares: Sequence[int]) -> list[int]:
-        """The share of every source and node."""
+        """Return the share of every source and node."""
         sums = list(shares)
         for left, right in self.children:
             sums.append(sums[left] + sums[right])
@@ -276,32 +292,34 @@ class _Tree:
 
 
 def _error(tree: _Tree, shares: Sequence[int], source: int) -> float:
-    """The sum of a source's part of each side on its way that shares a node with another."""
-    sums, side, error = tree.sums(shares), source, 0.0
+    """Return the sum of the source's part of each subtree that shares a parent with another one."""
+    sums, node, error = tree.sums(shares), source, 0.0
     for number, children in enumerate(tree.children, start=tree.num_sources):
-        if side in children:
-            error += shares[source] / sums[side] if 0 < sums[side] < sums[number] else 0.0
-            side = number
+        if node in children:
+            error += shares[source] / sums[node] if 0 < sums[node] < sums[number] else 0.0
+            node = number
     return error
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Stretch:
-    """Positions of equal shares, and what was counted before them."""
+    """Positions with constant shares, and the counts before them."""
 
     tree: _Tree
     first: int
     end: int | None
-    """None: it goes on for ever."""
+    """Position after the last one; None if the stretch never ends."""
     sums: tuple[int, ...]
-    """The share of every source and node."""
+    """Share of every source and node."""
     before: tuple[int, ...]
-    """Positions of each before it."""
+    """Positions of every source and node before the stretch."""
+    # The remainder carries over between stretches; without it every change of shares would restart
+    # the rounding and the errors would add up.
     owed: tuple[int, ...]
-    """What the left side of each is owed when it begins: part of a position, in `UNITS`."""
+    """Fraction of a position that the left child of each node is owed at the start, in `UNITS`."""
 
     def counts_at(self, position: int) -> list[int]:
-        """Positions of every source and node before a position."""
+        """Return the positions of every source and node before a position."""
         here = [0] * self.tree.root + [position - self.first]
         for node, left, right in self.tree.nodes():
             here[left] = self._left(node, here[node])[0]
@@ -309,14 +327,17 @@ class _Stretch:
         return [before + more for before, more in zip(self.before, here, strict=True)]
 
     def _left(self, node: int, positions: int) -> tuple[int, int]:
-        """The left side's part of so many positions of a node, and what it is owed after them, in
-        shares of the node."""
+        """Return the left child's part of a node's positions, and the remainder it is owed after
+        them.
+
+        The remainder is in shares of the node.
+        """
         left, whole = self.tree.children[node - self.tree.num_sources][0], self.sums[node]
         owed = self.owed[node] * whole // UNITS
         return divmod(positions * self.sums[left] + owed, whole) if positions else (0, owed)
 
     def owed_at(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """As `owed`, where it ends with these counts."""
+        """Return the value of `owed` for the next stretch if this one ends with these counts."""
         owed = list(self.owed)
         for node, _, _ in self.tree.nodes():
             if positions := counts[node] - self.before[node]:
@@ -324,13 +345,15 @@ class _Stretch:
         return tuple(owed)
 
     def draw(self, position: int, count: int) -> Drawn:
-        """The samples at so many positions from one on, all of them inside."""
+        """Return the samples at `count` positions from `position` on, all inside the stretch."""
         sources, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
         counts = self.counts_at(position)
         places = {self.tree.root: np.arange(count)}
         for node, left, right in self.tree.nodes():
             owed = self._left(node, counts[node] - self.before[node])[1]
             steps = owed + self.sums[left] * np.arange(len(places[node]) + 1, dtype=np.int64)
+            # A position goes left when the running quotient advances. The max(1, ...) is for nodes
+            # without a share, which have no positions.
             goes_left = np.diff(steps // max(1, self.sums[node])) > 0
             places[left], places[right] = places[node][goes_left], places[node][~goes_left]
         for source in range(self.tree.num_sources):
@@ -341,7 +364,7 @@ class _Stretch:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A mixture as stretches of equal shares."""
+    """A mixture as stretches of constant shares."""
 
     tree: _Tree
     stretches: tuple[_Stretch, ...]
@@ -353,9 +376,10 @@ class _Plan:
         return self.stretches[int(np.searchsorted(self.firsts, position, side="right")) - 1]
 
 
+# A plan of a ramp has up to 1,024 stretches, and every group of steps asks for it.
 @lru_cache(maxsize=64)
 def _plan(mixture: Mixture) -> _Plan:
-    tree, stretches = _tree(mixture), list[_Stretch]()
+    tree, stretches = _build_tree(mixture), list[_Stretch]()
     before, owed = (0,) * (tree.root + 1), (UNITS // 2,) * (tree.root + 1)
     parts = list(_parts(mixture))
     ends = [*(first for first, _ in parts[1:]), None]
@@ -371,7 +395,7 @@ def _plan(mixture: Mixture) -> _Plan:
 
 
 def _parts(mixture: Mixture) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """First position and shares of each stretch."""
+    """Yield the first position and the shares of each stretch."""
     first = 0
     for leg in mixture.legs:
         for offset, shares in leg.parts():
@@ -380,9 +404,10 @@ def _parts(mixture: Mixture) -> Iterator[tuple[int, tuple[int, ...]]]:
         first += leg.end
 
 
-def _tree(mixture: Mixture) -> _Tree:
-    """Huffman's tree of the largest shares that sources have in the first leg, so that no later one
-    changes what is before it: small ones are deep, where all errors above are shared out."""
+def _build_tree(mixture: Mixture) -> _Tree:
+    """Build Huffman's tree of the largest shares that sources have in the first leg."""
+    # Only the first leg decides, so that later legs never change earlier positions. Small shares
+    # are deep in the tree, and divide the errors of all levels above among them.
     ends = [shares for shares in (mixture.legs[0].shares, mixture.legs[0].final_shares) if shares]
     heap = [(max(column), number) for number, column in enumerate(zip(*ends, strict=True))]
     heapq.heapify(heap)
@@ -397,18 +422,19 @@ def _tree(mixture: Mixture) -> _Tree:
 def within_limits(
     mixture: Mixture, most: Sequence[int | None], *, since: int, samples: int
 ) -> Mixture:
-    """The mixture with the shares of exhausted sources given to the others.
+    """Return the mixture with the shares of exhausted sources given to the others.
 
     Args:
-        mixture: as it would be without limits.
-        most: samples of each source that it may have; None: any number.
-        since: nothing before this position changes.
-        samples: that are taken of it.
+        mixture: the mixture without limits.
+        most: maximum number of samples of each source; None for no limit.
+        since: first position that may change.
+        samples: number of samples that are taken from the mixture.
 
     Raises:
-        ValueError: all sources that are left are exhausted.
+        ValueError: all remaining sources are exhausted.
     """
     exhausted = set[int]()
+    # Removing one source raises the shares of the others, so a second one may run out earlier.
     while True:
         ends = [
             (max(since, mixture.position_of(source, limit + 1, samples) - 1), source)
@@ -423,11 +449,15 @@ def within_limits(
 
 
 def evenly(total: int, most: Sequence[int]) -> list[int]:
-    """Shares out so many samples as evenly as the sources have them, the first ones' rounded up.
+    """Divide `total` samples among sources as evenly as their sizes allow.
 
     Args:
-        total: samples; more than all have are none.
-        most: that each has.
+        total: number of samples; capped at the sum of `most`.
+        most: number of samples that each source has.
+
+    Returns:
+        Samples of each source. The smallest sources are served first, and remainders go to the
+        larger ones.
     """
     counts, left = [0] * len(most), min(total, sum(most))
     for rank, source in enumerate(sorted(range(len(most)), key=lambda n: (most[n], n))):
@@ -438,7 +468,7 @@ def evenly(total: int, most: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPlaces(Places):
-    """Where samples of several sources are stored, one entry per position asked for."""
+    """Places of samples from several sources, with one entry per requested position."""
 
     sources: Ints
 
@@ -449,18 +479,19 @@ class MixedOrder:
 
     mixture: Mixture
     orders: tuple[Order, ...]
-    """That of each source."""
+    """Order of each source."""
     firsts: tuple[int, ...]
-    """The position in each source's order of the mixture's first sample of it; below 0 where the
-    mixture is gone into behind its first position only."""
+    """Position in each source's order of the mixture's first sample of that source. Negative
+    values occur only if reading starts after the mixture's first position."""
 
     def places(self, first: int, count: int) -> MixedPlaces:
-        """The samples at positions first .. first + count - 1 of the mixture."""
+        """Return the places of positions first .. first + count - 1 of the mixture."""
         drawn = self.mixture.draw(first, count)
         columns = np.empty((3, count), dtype=np.int64)
         for source, (order, before) in enumerate(zip(self.orders, self.firsts, strict=True)):
             inside = np.flatnonzero(drawn.sources == source)
-            if len(inside):  # numbers of one source follow on one another
+            # The numbers of one source are consecutive, so one range per source is enough.
+            if len(inside):
                 places = order.places(before + int(drawn.numbers[inside[0]]), len(inside))
                 columns[:, inside] = places.epochs, places.stripes, places.rows
         epochs, stripes, rows = columns

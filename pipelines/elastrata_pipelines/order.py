@@ -1,8 +1,8 @@
-"""The order: which stored sample stands at which position. Numbers in, numbers out.
+"""The order: assigns a stored sample to every position, by arithmetic alone.
 
-The stream of positions runs on from epoch to epoch: position p lies in epoch p // N at place
-p % N. Epoch e reads the stripes in a permutation keyed by (seed, e) and shuffles samples uniformly
-inside each window of `window_stripes` consecutive stripes of that permutation.
+Positions continue from epoch to epoch: position p is place p % N of epoch p // N. Epoch e reads the
+stripes in a permutation keyed by (seed, e), and shuffles samples uniformly inside each window of
+`window_stripes` consecutive stripes of that permutation.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from elastrata_pipelines.hashing import key, permutation
 
 Ints = npt.NDArray[np.int64]
 
+# Parts of hash keys that make both kinds of permutations independent.
 _STRIPES, _WINDOW = 1, 2
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where samples are stored: three arrays of equal length, one entry per position asked for."""
+    """Storage places of samples: three arrays of equal length with one entry per requested
+    position."""
 
     epochs: Ints
     stripes: Ints
@@ -30,7 +32,7 @@ class Places:
     """Row inside the stripe."""
 
     def part(self, entries: Ints) -> Places:
-        """Some of them."""
+        """Return the places of some entries."""
         return Places(self.epochs[entries], self.stripes[entries], self.rows[entries])
 
 
@@ -38,13 +40,14 @@ class Places:
 class Order:
     """The order of a data set of `num_samples` samples in stripes of `stripe_size`.
 
-    The last stripe is short where `stripe_size` does not divide `num_samples`.
+    The last stripe is short if `stripe_size` does not divide `num_samples`.
     """
 
     num_samples: int
     stripe_size: int
     window_stripes: int
-    """Stripes shuffled together: more makes batches more random and reading costlier."""
+    """Number of stripes that are shuffled together. More stripes make batches more random and
+    reading more expensive."""
     seed: int
 
     def __post_init__(self) -> None:
@@ -52,7 +55,7 @@ class Order:
             raise ValueError("num_samples, stripe_size and window_stripes must be at least 1")
 
     def places(self, first: int, count: int) -> Places:
-        """The samples at positions first .. first + count - 1."""
+        """Return the places of the samples at positions first .. first + count - 1."""
         parts: list[tuple[int, Ints, Ints]] = []
         position, stop = first, first + count
         while position < stop:
@@ -74,23 +77,26 @@ class Order:
         )
 
     def epoch_stripes(self, epoch: int) -> tuple[Ints, Ints]:
-        """The stripes in the order the epoch reads them; and where each window starts, then N."""
+        """Return the stripes in the order in which the epoch reads them, and the window starts
+        followed by N."""
         return _epoch_stripes(self, epoch)
 
     @property
     def num_stripes(self) -> int:
-        """Stripes in all, the short one included."""
+        """Number of stripes, including the short one."""
         return -(-self.num_samples // self.stripe_size)
 
     def stripe_sizes(self, stripes: Ints) -> Ints:
-        """Number of samples in each of `stripes`."""
+        """Return the number of samples in each of `stripes`."""
         last = self.num_samples - (self.num_stripes - 1) * self.stripe_size
         return np.where(stripes == self.num_stripes - 1, last, self.stripe_size)
 
 
+# A group of steps can cross into the next epoch, and each source of a mixture has its own epochs.
 @lru_cache(maxsize=8)
 def _epoch_stripes(order: Order, epoch: int) -> tuple[Ints, Ints]:
     stripes = permutation(order.num_stripes, key(order.seed, epoch, _STRIPES))
+    # The short stripe may be anywhere in the permutation, so windows differ in size.
     ends = np.cumsum(order.stripe_sizes(stripes))
     starts = np.concatenate([[0], ends])[:: order.window_stripes]
     if starts[-1] != order.num_samples:
@@ -98,9 +104,10 @@ def _epoch_stripes(order: Order, epoch: int) -> tuple[Ints, Ints]:
     return stripes, starts
 
 
+# Consecutive batches fall into the same windows.
 @lru_cache(maxsize=64)
 def _window(order: Order, epoch: int, window: int) -> tuple[Ints, Ints]:
-    """Stripe and row of each sample of one window, shuffled."""
+    """Return the stripe and the row of each sample of a window, shuffled."""
     stripes, _ = _epoch_stripes(order, epoch)
     inside = stripes[window * order.window_stripes : (window + 1) * order.window_stripes]
     sizes = order.stripe_sizes(inside)

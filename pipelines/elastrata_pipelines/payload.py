@@ -1,4 +1,4 @@
-"""A payload: one rank's rows of consecutive steps as one Arrow IPC stream, read without copying."""
+"""Payloads: one rank's rows of consecutive steps as an Arrow IPC stream, read without copying."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ from elastrata_pipelines.speeds import Speeds
 _STEPS, _SPEEDS, _PLACE = b"steps", b"speeds", b"place"
 _SOURCE = "source"
 Counts = tuple[Mapping[int, int], ...]
-"""By kind of rank and budget of tokens: the micro-batches of every rank, were all of that kind."""
+"""Micro-batches of every rank by token budget, for each kind of rank, if all ranks were of that
+kind."""
 
 
 class MisdealtError(UserError):
-    """A rank got the rows of another one, or of another step than the one whose turn it is."""
+    """A rank received rows of another rank, or of a step that is not the next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLayout:
-    """How the next rows of a payload form one step."""
+    """Layout of the next rows of a payload as one step."""
 
     step: int
     """Number of the step, counted from 1."""
     cuts: list[int]
-    """Micro-batch m of the step is its rows cuts[m]:cuts[m + 1]."""
+    """Micro-batch m of the step is rows cuts[m]:cuts[m + 1]."""
     imbalance: float
     """Largest work of a rank over the mean, in this step."""
     rounds: int = 1
-    """Virtual ranks that the rank plays one after the other, with equally many micro-batches."""
+    """Number of virtual ranks that the rank plays in turn, with equally many micro-batches each."""
     counts: Counts = ()
-    """Where micro-batches may have one of several budgets of tokens."""
+    """Micro-batch counts, if micro-batches may have one of several token budgets."""
     sources: tuple[str, ...] = ()
     """Names of a mixture's sources, by number."""
     work: int = 0
-    """Of the rank's rows, by the work model."""
+    """Work of the rank's rows, by the work model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,32 +58,35 @@ class RankStep:
     imbalance: float
     rounds: int = 1
     counts: Counts = ()
-    """Where micro-batches may have one of several budgets of tokens."""
+    """Micro-batch counts, if micro-batches may have one of several token budgets."""
     work: int = 0
-    """Of the rank's rows, by the work model."""
+    """Work of the rank's rows, by the work model."""
     speeds: Speeds = ()
-    """Of all data ranks, that the step was dealt by; none: they are equally fast."""
+    """Speeds of all data ranks by which the step was dealt; empty if they are equally fast."""
     rank: int = 0
-    """The data rank that it was dealt to."""
+    """Data rank to which the step was dealt."""
     num_ranks: int = 1
-    """Among so many data ranks."""
+    """Number of data ranks."""
 
     def cut_for(self, budgets: Sequence[int], kind: int = 0) -> Self:
-        """The rows in their order, in micro-batches of up to so many tokens, as they would have
-        been dealt: equally many on every rank. As it is where there is one budget.
+        """Return the step with its rows divided into micro-batches of up to the given budgets.
+
+        Rows keep their order, and every rank gets the same number of micro-batches. With a single
+        budget the step is returned unchanged.
 
         Args:
-            budgets: of each kind of rank.
-            kind: this rank's.
+            budgets: token budget of each kind of rank.
+            kind: kind of this rank.
         """
         if not self.counts:
             return self
+        # All ranks have the same counts, so they agree on a number without communication.
         needed = (own[budget] for own, budget in zip(self.counts, budgets, strict=True))
         return replace(self, cuts=cut(self.rows.lengths, max(needed), budgets[kind]))
 
     @property
     def micro_batches(self) -> list[Rows]:
-        """The rows that go through the model together, each a view."""
+        """Rows that pass through the model together, each a view."""
         return self.rows.split(self.cuts)
 
 
@@ -96,20 +100,21 @@ def encode(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> pa.Buffer:
-    """Writes rows, in order, and how they form steps.
+    """Encode rows, in order, and the layout of their steps.
 
     Args:
-        table: the rows with the columns of a shard.
-        epochs: the epoch each row is read in, shape [rows].
+        table: rows with the columns of a shard.
+        epochs: epoch in which each row is read, shape [rows].
         steps: layouts whose last cuts add up to the number of rows.
-        speeds: of all data ranks, that the steps were dealt by.
-        sources: of a mixture, the number of each row's source, shape [rows].
-        rank: the data rank whose rows they are.
-        num_ranks: data ranks that the steps were dealt to.
+        speeds: speeds of all data ranks by which the steps were dealt.
+        sources: for a mixture, the number of each row's source, shape [rows].
+        rank: data rank to which the rows belong.
+        num_ranks: number of data ranks.
     """
     table = table.append_column("epoch", pa.array(epochs))
     if sources is not None:
         table = table.append_column(_SOURCE, pa.array(sources))
+    # One chunk per column, so that the reader gets one batch and its arrays are views.
     table = table.combine_chunks()
     layout = json.dumps([vars(step) for step in steps]).encode()
     place = json.dumps([rank, num_ranks]).encode()
@@ -123,13 +128,14 @@ def encode(
 
 
 def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
-    """The steps of a payload, in order; all arrays are views of the payload's memory."""
+    """Yield the steps of a payload, in order; all arrays are views of the payload's memory."""
     with pa.ipc.open_stream(payload) as reader:
         layouts = json.loads(reader.schema.metadata[_STEPS])
         speeds = tuple(json.loads(reader.schema.metadata[_SPEEDS]))
         rank, num_ranks = json.loads(reader.schema.metadata[_PLACE])
         batches = [batch for batch in reader if batch.num_rows]
         schema = reader.schema
+    # A rank gets no rows if a batch has fewer rows than ranks.
     rows = _rows(batches[0] if batches else pa.RecordBatch.from_pylist([], schema), token_dtype)
     counts = np.cumsum([0] + [layout["cuts"][-1] for layout in layouts])
     for layout, part in zip(layouts, rows.split(counts), strict=True):
@@ -140,7 +146,9 @@ def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
             imbalance=layout["imbalance"],
             rounds=layout["rounds"],
             counts=tuple(
-                {int(budget): count for budget, count in own.items()} for own in layout["counts"]
+                # JSON has only strings as keys of objects.
+                {int(budget): count for budget, count in own.items()}
+                for own in layout["counts"]
             ),
             work=layout["work"],
             speeds=speeds,
@@ -152,20 +160,20 @@ def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
 def in_turn(
     steps: Iterable[RankStep], rank: int, num_ranks: int, *, done: int, last: int
 ) -> Iterator[RankStep]:
-    """Pass on a rank's steps, each if it is this rank's and the next one: that whatever brings them
-    keeps their order is not taken on trust.
+    """Yield a rank's steps, and check that each one is this rank's and the next one.
 
     Args:
-        steps: as they come.
+        steps: the steps, as they arrive.
         rank: this data rank.
-        num_ranks: data ranks that there are.
-        done: steps of the run that are done.
+        num_ranks: number of data ranks.
+        done: number of completed steps of the run.
         last: the run's last step.
 
     Raises:
-        MisdealtError: they are another rank's, dealt among another number of ranks, out of order,
-            or end too soon.
+        MisdealtError: steps belong to another rank or another number of ranks, are out of order, or
+            end too soon.
     """
+    # The order of Ray Data's blocks is not documented, so it is checked.
     tail = "Ray Data hands out blocks in another order than this Elastrata relies on"
     for step in steps:
         if (step.rank, step.num_ranks) != (rank, num_ranks):

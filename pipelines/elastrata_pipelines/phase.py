@@ -1,5 +1,5 @@
-"""A phase: consecutive steps of a run on one data set, or on one mixture, of one batch size but for
-its warm-up."""
+"""Phases: consecutive steps of a run with one data set or mixture, and one batch size after its
+warm-up."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSize:
-    """The steps of a phase, and the samples in them."""
+    """Numbers of steps and samples of a phase."""
 
     steps: int
     batch_size: int
     warmup: BatchSizeWarmup | None = None
     mixture: Mixture | None = None
-    """Of its sources; None: it has one data set."""
+    """Mixture of the sources; None for a single data set."""
 
     def samples(self, steps: int) -> int:
-        """Samples in so many of its first steps."""
+        """Return the number of samples in the first `steps` steps."""
         return samples_in(steps, full=self.batch_size, warmup=self.warmup)
 
     def counts(self, steps: int) -> tuple[int, ...]:
-        """Samples of each source in so many of its first steps."""
+        """Return the number of samples of each source in the first `steps` steps."""
         samples = self.samples(steps)
         return self.mixture.counts(samples) if self.mixture else (samples,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin(Generic[Key]):
-    """The place in another run that a run goes on from: its first steps are that run's."""
+    """The point in another run from which this run continues. The first steps are the other
+    run's."""
 
     step: int
     samples: int
     positions: Mapping[Key, int] = field(default_factory=dict)
-    """Samples that were taken by then of each data set that this run reads on in the same order."""
+    """Samples already taken of each data set that this run continues to read in the same order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +50,22 @@ class Placement:
     """The place of a phase in its run."""
 
     first_step: int = 0
-    """Steps of the run before it."""
+    """Number of steps of the run before the phase."""
     first_sample: int = 0
-    """Samples of the run before it, or before the origin where that lies in it."""
+    """Number of samples of the run before the phase, or before the origin if that is inside the
+    phase."""
     first_position: int = 0
-    """Samples of its data set that were taken by then: it goes on behind them. Of a mixture, those
-    that it would have had itself, where the run goes on in the midst of it; else 0."""
+    """Position in the data set at which the phase begins, which is the number of samples already
+    taken. For a mixture, the position in the mixture if the run continues inside the phase, else
+    0."""
     firsts: tuple[int, ...] = ()
-    """Of a mixture: the position in each source's order of the mixture's first sample of it."""
+    """For a mixture: position in each source's order of the mixture's first sample of that
+    source."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A value: it can be sent to any process."""
+    """Consecutive steps on one data set or mixture. The value can be sent to any process."""
 
     batches: Batches
     steps: int
@@ -69,14 +73,14 @@ class Phase:
     warmup: BatchSizeWarmup | None = None
     placement: Placement = Placement()
     limits: tuple[int | None, ...] = ()
-    """Of a mixture: samples of each source that the run may have taken when the phase ends; None:
-    any number."""
+    """For a mixture: maximum number of samples of each source that the run may have taken at the
+    end of the phase; None for no limit."""
     redistributes: bool = False
-    """Whether the others have the share of a source that has reached its limit."""
+    """Whether the share of a source that has reached its limit goes to the others."""
 
     @property
     def size(self) -> PhaseSize:
-        """Its steps, and the samples in them."""
+        """Numbers of steps and samples of the phase."""
         return PhaseSize(
             steps=self.steps,
             batch_size=self.batch_size,
@@ -86,16 +90,18 @@ class Phase:
 
     @property
     def first_step(self) -> int:
-        """Steps of the run before it."""
+        """Number of steps of the run before the phase."""
         return self.placement.first_step
 
     @property
     def last_step(self) -> int:
-        """Steps of the run when it ends."""
+        """Number of steps of the run at the end of the phase."""
         return self.first_step + self.steps
 
     def groups(self, start: Start, *, max_tokens: int, max_steps: int | None = None) -> Groups:
-        """Its groups that are left at `start`, which may lie before it, in it or behind it."""
+        """Return the groups that remain at `start`, which may be before, inside or after the
+        phase."""
+        # A start before the phase leaves all of it, a start behind it leaves no group.
         done = max(0, start.step - self.first_step)
         seen = start.samples - self.placement.first_sample if done else 0
         return self.batches.groups(
@@ -112,20 +118,22 @@ class Phase:
 def one_after_another(
     phases: Iterable[Phase], origin: Origin[str] | None = None
 ) -> tuple[Phase, ...]:
-    """The phases with their places.
+    """Return the phases with their placements.
 
     Args:
-        phases: of a run.
-        origin: where it goes on from another one, with positions by the URL of the data set.
+        phases: phases of a run.
+        origin: point from which the run continues another one, with positions by data set URL.
     """
     given = list(phases)
+    # The limits of a phase change the counts of its mixture, and with them the positions at which
+    # later phases begin: phases are limited in order.
     for number, phase in enumerate(given):
         if phase.redistributes:
-            given[number] = _limited(_placed(given[: number + 1], origin)[-1])
-    return tuple(_placed(given, origin))
+            given[number] = _apply_limits(_place_phases(given[: number + 1], origin)[-1])
+    return tuple(_place_phases(given, origin))
 
 
-def _placed(phases: Sequence[Phase], origin: Origin[str] | None) -> list[Phase]:
+def _place_phases(phases: Sequence[Phase], origin: Origin[str] | None) -> list[Phase]:
     data = [[url for url, _ in phase.batches.data_sets] for phase in phases]
     placed = placements([phase.size for phase in phases], data, origin)
     return [
@@ -134,8 +142,8 @@ def _placed(phases: Sequence[Phase], origin: Origin[str] | None) -> list[Phase]:
     ]
 
 
-def _limited(phase: Phase) -> Phase:
-    """A phase that has its place, with a mixture that keeps to its limits."""
+def _apply_limits(phase: Phase) -> Phase:
+    """Return a placed phase whose mixture respects its limits."""
     mixture, placement = phase.batches.mixture, phase.placement
     assert mixture is not None, phase.batches.url
     most = [
@@ -152,17 +160,20 @@ def placements(
     data: Sequence[Sequence[Key]],
     origin: Origin[Key] | None = None,
 ) -> Iterator[Placement]:
-    """The places of phases that come one after the other.
+    """Yield the placements of consecutive phases.
 
     Args:
-        sizes: of each.
-        data: the data sets of each, in the order of its sources.
-        origin: where their run goes on from another one. Nothing is known of phases before it.
+        sizes: size of each phase.
+        data: data sets of each phase, in the order of its sources.
+        origin: point from which the run continues another one. The positions of phases that end
+            before it are unknown, and given as of the origin.
     """
     first, sample = 0, 0
     for size, keys in zip(sizes, data, strict=True):
         before = 0
         if origin and first <= origin.step < first + size.steps:
+            # The origin is inside this phase. The other run may have had other batch sizes before,
+            # so only its own count of samples is right.
             before, sample = origin.step - first, origin.samples
         taken = positions_after(max(first, origin.step if origin else 0), sizes, data, origin)
         positions = [taken.get(key, 0) for key in keys]
@@ -186,13 +197,13 @@ def positions_after(
     data: Sequence[Sequence[Key]],
     origin: Origin[Key] | None = None,
 ) -> dict[Key, int]:
-    """Samples that a run has taken of each data set after so many steps, at least the origin's.
+    """Return the number of samples that a run has taken of each data set after `step` steps.
 
     Args:
-        step: steps done.
-        sizes: of the phases.
-        data: the data sets of each, in the order of its sources.
-        origin: where the run goes on from another one.
+        step: number of completed steps, not before the origin.
+        sizes: sizes of the phases.
+        data: data sets of each phase, in the order of its sources.
+        origin: point from which the run continues another one.
     """
     taken, since, first = dict(origin.positions if origin else {}), origin.step if origin else 0, 0
     for size, keys in zip(sizes, data, strict=True):

@@ -1,4 +1,4 @@
-"""Retries, at growing distances, of what storage or another process refuses for a while."""
+"""Retries with increasing pauses, for temporary failures of storage or of another process."""
 
 from __future__ import annotations
 
@@ -16,33 +16,36 @@ from elastrata_pipelines.checked_json import UnreadableError
 from elastrata_pipelines.errors import UserError
 
 RETRY_SECONDS, FIRST_SECONDS, LONGEST_SECONDS = 300.0, 1.0, 30.0
-"""How long a read of data is tried again, and the shortest and longest pause between two tries."""
+"""Total time for which a read of data is retried, and the shortest and longest pause between
+attempts."""
+# Longer, because no worker can continue without the state of the run.
 PATIENCE_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1800.0, 5.0, 300.0
-"""The same for the state of a run, without which no worker can go on."""
+"""The same times for reading the state of a run."""
 Result = TypeVar("Result")
 
 _LASTING = (UserError, FileNotFoundError, PermissionError, pa.ArrowException)
-"""Errors that trying again does not mend."""
+"""Errors that a retry cannot fix."""
 
 
 def may_pass(error: BaseException, *, is_local: bool) -> bool:
-    """Return whether an error of reading may go away by itself. Those of local disks do not, nor do
-    those of the bytes that came: their `OSError` is Arrow's own, without a number.
+    """Return whether a read error may be temporary.
 
     Args:
-        error: what reading raised.
-        is_local: whether a folder of this machine was read.
+        error: exception that the read raised.
+        is_local: whether a local folder was read.
     """
+    # Errors of local disks do not go away.
     if is_local or not isinstance(error, Exception) or isinstance(error, _LASTING):
         return False
+    # Arrow reports damaged bytes as an OSError without a number.
     return not isinstance(error, OSError) or error.errno is not None
 
 
 def with_retries(read: Callable[[], Result], *, is_local: bool) -> Result:
-    """Read; try again for five minutes if that fails in a way that may pass.
+    """Call `read`, and retry for five minutes while it fails with errors that may be temporary.
 
     Raises:
-        Exception: what `read` raised last.
+        Exception: the last error that `read` raised.
     """
     return Retrying(
         retry=retry_if_exception(lambda error: may_pass(error, is_local=is_local)),
@@ -54,16 +57,16 @@ def with_retries(read: Callable[[], Result], *, is_local: bool) -> Result:
 
 
 def patiently(action: Callable[[], Result], what: str, warn: Callable[[str], None]) -> Result:
-    """Try an action again and again, as long as it fails as storage may; return its result.
+    """Retry an action while it fails with storage errors, and return its result.
 
     Args:
-        action: tried as it is.
-        what: it looks for, as the lines to `warn` call it.
-        warn: called with a line for every failure.
+        action: function to call.
+        what: name of the object that the action reads, for warnings.
+        warn: called with one line for every failure.
 
     Raises:
-        UserError: `action` raised one that is not of storage: trying again cannot help.
-        Exception: what `action` raised last, after half an hour of failures.
+        UserError: the error of `action`, if it is not a storage error, since a retry cannot help.
+        Exception: the last error of `action`, after half an hour of failures.
     """
 
     def report(state: RetryCallState) -> None:
@@ -87,17 +90,20 @@ def _is_of_storage(error: BaseException) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Backoff:
-    """How often in a row something has failed, and when it may be tried again, for a caller that
-    does other work meanwhile. `now` is any clock that never goes back, always the same one."""
+    """Number of consecutive failures and time of the next attempt, for callers that do other work.
+
+    `now` is a time of one monotonic clock.
+    """
 
     failures: int = 0
-    """In a row; 0 if the last try succeeded."""
+    """Number of consecutive failures; 0 after a success."""
     due: float | None = None
-    """When the next try is due, on the caller's clock; None: there is nothing to repeat."""
+    """Time at which the next attempt is due; None if there is nothing to repeat."""
 
     @property
     def seconds(self) -> float:
-        """From the newest failure to the next try: doubles with each failure, up to a limit."""
+        """Time from the last failure to the next attempt, which doubles with each failure up to
+        a limit."""
         # 2.0**1024 is too large a float; the limit is reached long before.
         doublings = min(max(self.failures - 1, 0), 64)
         return min(FIRST_PAUSE_SECONDS * 2.0**doublings, LONGEST_PAUSE_SECONDS)
@@ -108,5 +114,6 @@ class Backoff:
         return Backoff(failures=failed.failures, due=now + failed.seconds)
 
     def retry_due(self, now: float) -> bool:
-        """Return whether to try again now. A try that is under way does not change the answer."""
+        """Return whether the next attempt is due. An attempt in progress does not change the
+        result."""
         return self.due is not None and now >= self.due

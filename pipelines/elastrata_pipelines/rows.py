@@ -1,4 +1,4 @@
-"""Rows: samples laid end to end without padding, as zero-copy views of one buffer."""
+"""Rows: samples stored end to end without padding, as zero-copy views of one buffer."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from elastrata_pipelines.hashing import U64, combine, key, uniform
 
 
 def mixed_ids(sources: npt.ArrayLike, sample_ids: npt.ArrayLike) -> U64:
-    """The identities of samples of a mixture, by the numbers of their sources; the arguments
-    broadcast against each other."""
+    """Return the identities of a mixture's samples; source numbers and ids broadcast against
+    each other."""
     return combine(np.asarray(sources, np.uint64), sample_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """n samples of T tokens in all. A slice `rows[a:b]` copies nothing."""
+    """n samples with T tokens in total. A slice `rows[a:b]` does not copy."""
 
     sample_ids: npt.NDArray[np.uint64]
     """Shape [n]."""
     epochs: npt.NDArray[np.int64]
-    """Shape [n]: the epoch each sample is read in; part of the key of its randomness."""
+    """Shape [n]: epoch in which each sample is read; part of the key of its random numbers."""
     lengths: npt.NDArray[np.int64]
     """Shape [n]; sums to T."""
     tokens: npt.NDArray[Any]
-    """Shape [T], uint16 or uint32: the samples' ids end to end."""
+    """Shape [T], uint16 or uint32: token ids of the samples, end to end."""
     boundaries: tuple[npt.NDArray[np.int32], ...] | None = None
-    """Packed data only: per sample the offsets at which further documents start."""
+    """Packed data only: offsets in each sample at which further documents start."""
     second_starts: npt.NDArray[np.int64] | None = None
     """Pairs only, shape [n]: offset of the second sentence in each sample."""
     is_next: npt.NDArray[np.bool_] | None = None
-    """Pairs only, shape [n]: whether the second sentence really followed the first."""
+    """Pairs only, shape [n]: whether the second sentence followed the first in its document."""
     sources: npt.NDArray[np.int32] | None = None
-    """Mixtures only, shape [n]: the number of each sample's source."""
+    """Mixtures only, shape [n]: number of each sample's source."""
     source_names: tuple[str, ...] = ()
-    """Mixtures only: of all its sources, by number."""
+    """Mixtures only: names of all sources, by number."""
 
     @property
     def identities(self) -> U64:
-        """What tells a sample from all others of the run, shape [n]: two sources may have the same
-        ids."""
+        """Identity of each sample that is unique in the run, shape [n]."""
+        # Two sources may have the same sample ids.
         return self.sample_ids if self.sources is None else mixed_ids(self.sources, self.sample_ids)
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class Rows:
 
     @property
     def source_tokens(self) -> dict[str, int]:
-        """Tokens of each source, by its name; none where it is no mixture."""
+        """Tokens of each source, by name; empty without a mixture."""
         if self.sources is None:
             return {}
         counted = np.bincount(self.sources, self.lengths, minlength=len(self.source_names))
@@ -69,7 +69,8 @@ class Rows:
 
     @property
     def segment_lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sample, or packed document: what attends to itself, shape [G]."""
+        """Lengths of the samples or packed documents in which tokens attend to each other, shape
+        [G]."""
         return np.diff(np.append(self.segment_starts, len(self.tokens)))
 
     def __getitem__(self, part: slice) -> Rows:
@@ -80,7 +81,7 @@ class Rows:
         return self._part(start, stop, first, first + int(self.lengths[start:stop].sum()))
 
     def split(self, cuts: npt.NDArray[np.int64]) -> list[Rows]:
-        """The parts between consecutive `cuts`, for example a rank's micro-batches."""
+        """Return the parts between consecutive `cuts`, for example a rank's micro-batches."""
         ends = np.concatenate([[0], np.cumsum(self.lengths)])[cuts]
         return [
             self._part(start, stop, first, last)
@@ -104,34 +105,38 @@ class Rows:
 
 
 class SampleRng:
-    """A counter-based generator keyed by (seed, epoch, sample_id).
+    """Counter-based random number generator keyed by (seed, epoch, sample_id).
 
-    Every draw names a `stream`: a small number that tells independent uses apart (which tokens to
-    mask, what to replace them with...). The same call always returns the same numbers.
+    Every draw names a `stream`: a small number that separates independent uses (which tokens to
+    mask, which replacements to choose...). The same call always returns the same numbers.
 
     Args:
-        seed: the run's seed.
-        rows: the samples to draw for.
+        seed: seed of the run.
+        rows: samples to draw for.
     """
 
     def __init__(self, seed: int, rows: Rows) -> None:
         self._lengths = rows.lengths
+        # Keyed by sample and not by position, so that numbers depend neither on the number of ranks
+        # nor on how a batch is dealt.
         self._keys: U64 = combine(
             combine(key(seed), rows.epochs.astype(np.uint64)), rows.sample_ids
         )
 
     def per_sample(self, stream: int) -> npt.NDArray[np.float64]:
-        """One uniform number in [0, 1) per sample, shape [n]."""
+        """Return one uniform number in [0, 1) per sample, shape [n]."""
         return uniform(combine(self._keys, np.uint64(key(stream))))
 
     def hashes(self, stream: int) -> U64:
-        """One 64-bit hash per token, shape [T], samples end to end."""
+        """Return one 64-bit hash per token, shape [T], samples end to end."""
         counters = np.arange(int(self._lengths.sum()), dtype=np.uint64)
         starts = np.cumsum(self._lengths) - self._lengths
+        # Tokens are counted from the start of their sample, independent of the sample's place in
+        # the batch.
         counters -= np.repeat(starts.astype(np.uint64), self._lengths)
         keys = combine(self._keys, np.uint64(key(stream)))
         return combine(np.repeat(keys, self._lengths), counters)
 
     def per_token(self, stream: int) -> npt.NDArray[np.float64]:
-        """One uniform number in [0, 1) per token, shape [T], samples end to end."""
+        """Return one uniform number in [0, 1) per token, shape [T], samples end to end."""
         return uniform(self.hashes(stream))

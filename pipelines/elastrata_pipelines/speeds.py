@@ -1,4 +1,4 @@
-"""Speeds of ranks, beside one another: whole numbers, so that a deal by them can be recorded."""
+"""Relative speeds and memory kinds of ranks."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from typing import Protocol, TypeVar
 from typing_extensions import override
 
 Value = TypeVar("Value")
+# Whole numbers, so that the speeds of a deal can be recorded and repeated exactly.
 FULL_SPEED = 256
-"""The speed of the fastest rank; the others have their share of it."""
+"""Speed of the fastest rank; other speeds are relative to it."""
 
 Speeds = tuple[int, ...]
-"""By data rank, 1 to `FULL_SPEED`; empty where all are equally fast."""
+"""Speed of each data rank, from 1 to `FULL_SPEED`; empty if all are equally fast."""
 
 
 class SpeedSource(Protocol):
-    """Says how fast the ranks are. A value: it can be sent to any process."""
+    """Provides the speeds of the ranks. The value can be sent to any process."""
 
     def __call__(self, step: int) -> Speeds:
-        """The speeds that the steps behind step `step` are dealt by; may wait until the run comes
-        near them. Asked again, as a lost task is, it says what it said before."""
+        """Return the speeds by which the steps after step `step` are dealt.
+
+        The call may wait until the run is close to that step. Repeated calls return the same
+        speeds, because Ray repeats lost tasks.
+        """
 
 
 @dataclass(frozen=True)
 class FixedSpeeds(SpeedSource):
-    """Speeds that stay."""
+    """Speeds that do not change."""
 
     speeds: Speeds
 
@@ -37,19 +41,18 @@ class FixedSpeeds(SpeedSource):
 
 
 EQUAL = FixedSpeeds(())
-"""All ranks are equally fast."""
+"""Source for ranks that are equally fast."""
 
 
 def equal_speeds(nodes: Sequence[str]) -> SpeedSource:
-    """Of ranks on any nodes."""
+    """Return equal speeds for ranks on any nodes."""
     return EQUAL
 
 
 def quantized(paces: Sequence[float]) -> Speeds:
-    """The speeds of ranks that do so much work in a second.
+    """Return the speeds of ranks that do this much work per second.
 
-    Rounding moves a rank's share by 0.2% where it is as fast as the fastest, by 0.8% at a quarter
-    of its speed. None is slower than 1.
+    Every speed is at least 1.
 
     Raises:
         ValueError: a pace is not a positive, finite number.
@@ -57,27 +60,29 @@ def quantized(paces: Sequence[float]) -> Speeds:
     if not all(math.isfinite(pace) and pace > 0 for pace in paces):
         raise ValueError(f"paces of {list(paces)}: positive, finite numbers are wanted")
     fastest = max(paces, default=1.0)
+    # Rounding changes a rank's share by 0.2% at full speed, and by 0.8% at a quarter of it.
     return tuple(max(1, round(FULL_SPEED * (pace / fastest))) for pace in paces)
 
 
 def of_groups(paces: Sequence[float], *, copies: int = 1, repeats: int = 1) -> list[float]:
-    """The pace of each data rank, which is that of the slowest of the ranks that compute together.
+    """Return the pace of each data rank: the pace of the slowest rank that computes for it.
 
     Args:
-        paces: by rank.
-        copies: so many neighbouring ranks have the same rows.
-        repeats: the ranks that have all rows between them come so many times over.
+        paces: pace of each rank.
+        copies: number of neighbouring ranks that have the same rows.
+        repeats: number of times that the ranks which have all rows between them are repeated.
     """
+    # They wait for each other in every step.
     return [min(group) for group in members(paces, copies=copies, repeats=repeats)]
 
 
 def members(values: Sequence[Value], *, copies: int = 1, repeats: int = 1) -> list[list[Value]]:
-    """By data rank, the values of the ranks that compute together.
+    """Return, for each data rank, the values of the ranks that compute for it.
 
     Args:
-        values: by rank.
-        copies: so many neighbouring ranks have the same rows.
-        repeats: the ranks that have all rows between them come so many times over.
+        values: value of each rank.
+        copies: number of neighbouring ranks that have the same rows.
+        repeats: number of times that the ranks which have all rows between them are repeated.
     """
     num_ranks = len(values) // (copies * repeats)
     groups: list[list[Value]] = [[] for _ in range(num_ranks)]
@@ -87,49 +92,50 @@ def members(values: Sequence[Value], *, copies: int = 1, repeats: int = 1) -> li
 
 
 def least_samples(speeds: Speeds, rank: int) -> int:
-    """The fewest samples of equal length that a batch must have for this rank to be dealt one."""
+    """Return the smallest number of samples of equal length with which this rank is dealt one."""
     return sum(speed // speeds[rank] for speed in speeds)
 
 
 @dataclass(frozen=True)
 class RankKind:
-    """What ranks have in common that have equally much memory."""
+    """The properties that ranks with the same amount of memory have in common."""
 
     name: str = ""
     most_tokens: int | None = None
-    """Of their micro-batches; None: as many as those of any other."""
+    """Maximum number of tokens in a micro-batch; None for no limit of this kind."""
 
     def budget(self, tokens: int) -> int:
-        """Tokens of their micro-batches where others' hold so many."""
+        """Return the tokens of this kind's micro-batches if unlimited ranks have `tokens`."""
         return tokens if self.most_tokens is None else min(tokens, self.most_tokens)
 
 
 RankKinds = tuple[RankKind, ...]
-"""By data rank; empty where all are of one kind."""
+"""Kind of each data rank; empty if all are alike."""
 
 
 def one_kind(nodes: Sequence[str]) -> RankKinds:
-    """Of ranks on any nodes."""
+    """Return no kinds: ranks on any nodes are alike."""
     return ()
 
 
 def different(kinds: RankKinds) -> tuple[RankKind, ...]:
-    """Every kind once, in the order of ranks: its place is its number."""
+    """Return every distinct kind in rank order; the index of a kind is its number."""
     return tuple(dict.fromkeys(kinds)) or (RankKind(),)
 
 
 def kinds_of_groups(kinds: RankKinds, *, copies: int = 1, repeats: int = 1) -> RankKinds:
-    """The kind of each data rank: all that compute together have room for its micro-batches.
+    """Return the kind of each data rank, for which all of its ranks have enough memory.
 
     Args:
-        kinds: by rank.
-        copies: so many neighbouring ranks have the same rows.
-        repeats: the ranks that have all rows between them come so many times over.
+        kinds: kind of each rank.
+        copies: number of neighbouring ranks that have the same rows.
+        repeats: number of times that the ranks which have all rows between them are repeated.
     """
-    return tuple(_together(group) for group in members(kinds, copies=copies, repeats=repeats))
+    return tuple(_combine_kinds(group) for group in members(kinds, copies=copies, repeats=repeats))
 
 
-def _together(kinds: Sequence[RankKind]) -> RankKind:
+def _combine_kinds(kinds: Sequence[RankKind]) -> RankKind:
     limits = [kind.most_tokens for kind in kinds if kind.most_tokens is not None]
     names = dict.fromkeys(kind.name for kind in kinds)
+    # The rank with the least memory limits the group.
     return RankKind(" + ".join(names), min(limits, default=None))

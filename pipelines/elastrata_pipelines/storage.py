@@ -1,4 +1,5 @@
-"""Files under one root, local or remote (`s3://`, `gs://`... by fsspec), written whole."""
+"""Storage: files below one root, local or remote (`s3://`, `gs://`... through fsspec), written
+whole."""
 
 from __future__ import annotations
 
@@ -23,30 +24,29 @@ _CHUNK_BYTES = 4 * 2**20
 
 
 def is_local(url: str) -> bool:
-    """Whether it names a place on this machine: a path, or a URL such as `file:///folder`."""
+    """Return whether a URL names a local place: a path, or a URL such as `file:///folder`."""
     return url.startswith(("/", "file://", "local://")) or "://" not in url
 
 
 def locate(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of a path or URL, and the path in it.
-
-    A local path is taken as it is: fsspec itself would read `a::b` as a chain of URLs.
+    """Return the file system of a path or URL, and the path in it.
 
     Raises:
-        UserError: the URL holds a secret: what is opened is recorded, too.
+        UserError: the URL holds a secret, which would be recorded.
     """
     if (hidden := without_secrets(url)) != url:
         raise UserError(f"{hidden}: {NO_SECRET}")
     if not is_local(url):
         fs, path = url_to_fs(url)
         return fs, str(path)
+    # A local path is taken literally: fsspec itself would read `a::b` as a chain of URLs.
     local = fsspec.filesystem("file")
     return local, str(local._strip_protocol(url))
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A folder named by a path or URL. Paths given to its methods are relative to it."""
+    """A folder named by a path or URL. Methods take paths relative to it."""
 
     url: str
 
@@ -57,112 +57,116 @@ class Storage:
 
     @property
     def fs(self) -> fsspec.AbstractFileSystem:
-        """The file system the root lies in."""
+        """File system of the root."""
         return self._located[0]
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a folder of this machine."""
+        """Whether the folder is on this machine."""
         protocol = self.fs.protocol
         return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
     def path(self, *parts: str) -> str:
-        """The path of `parts` below the root, as the file system itself names it."""
+        """Return the path of `parts` below the root, as the file system names it."""
         return "/".join((self._located[1], *parts))
 
     def uri(self, *parts: str) -> str:
-        """The full URL of `parts` below the root; a plain absolute path where it is local."""
+        """Return the full URL of `parts` below the root, or a plain absolute path if it is
+        local."""
         return (
             self.path(*parts) if self.is_local else str(self.fs.unstrip_protocol(self.path(*parts)))
         )
 
     def sub(self, *parts: str) -> Storage:
-        """The folder `parts` below the root."""
+        """Return the folder `parts` below the root."""
         return Storage(self.uri(*parts))
 
     def exists(self, *parts: str) -> bool:
-        """Whether there is a file or folder."""
+        """Return whether a file or folder exists."""
         self.fs.invalidate_cache()
         return bool(self.fs.exists(self.path(*parts)))
 
     def names(self, *parts: str) -> list[str]:
-        """The names directly below `parts`, sorted; empty where there is no such folder."""
+        """Return the sorted names directly below `parts`; empty if the folder does not exist."""
         self.fs.invalidate_cache()
         try:
             found = self.fs.ls(self.path(*parts), detail=False)
         except FileNotFoundError:
             return []
+        # Object stores may list the folder itself.
         entries = {str(entry).rstrip("/") for entry in found}
         return sorted(entry.rsplit("/", 1)[-1] for entry in entries - {self.path(*parts)})
 
     def size(self, *parts: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
         return int(self.fs.size(self.path(*parts)))
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file in it and below, by the path from here; a store tells a thousand with
-        each request."""
+        """Return the bytes of all files below the root, by relative path."""
         self.fs.invalidate_cache()
         root = self.path()
+        # A store returns a thousand sizes with each request.
         files = self.fs.find(root, detail=True)
         return {
             path.removeprefix(root).lstrip("/"): int(file["size"]) for path, file in files.items()
         }
 
     def read(self, *parts: str) -> bytes:
-        """All bytes of a file."""
+        """Return all bytes of a file."""
         return cast(bytes, self.fs.cat_file(self.path(*parts)))
 
     def write(self, data: bytes | bytearray, *parts: str) -> None:
-        """Writes a file whole or not at all: a reader never sees half of it."""
+        """Write a file completely or not at all: readers never see a part of it."""
         with self.create(*parts) as stream:
             stream.write(data)
 
     @contextmanager
     def create(self, *parts: str) -> Iterator[IO[bytes]]:
-        """Opens a new file for writing that appears, whole, when the block ends without error."""
+        """Open a new file for writing, which appears when the block ends without an error."""
         if not self.is_local:
             remote = self.fs.open(self.path(*parts), "wb")
             try:
                 yield remote
             except BaseException:
-                _abandon(remote)
+                _discard(remote)
                 raise
             remote.close()
             return
         target = Path(self.path(*parts))
         target.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder, since a rename is atomic inside one file system only.
         temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
         try:
             with temporary.open("wb") as stream:
                 yield stream
                 stream.flush()
+                # Else a crash of the machine could leave an empty file under the final name.
                 os.fsync(stream.fileno())
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
 
     def open(self, *parts: str) -> Any:
-        """Opens a file for reading, seekable. A remote one is read ahead, by megabytes."""
+        """Open a file for reading, with `seek`. A remote file is prefetched in megabytes."""
         return self.fs.open(self.path(*parts), "rb")
 
     def open_scattered(self, *parts: str) -> Any:
-        """Opens a file to read pieces that lie far apart: no more is fetched than is asked for."""
+        """Open a file to read distant pieces: only the requested bytes are fetched."""
         own = {} if self.is_local else {"cache_type": "none"}
         return self.fs.open(self.path(*parts), "rb", **own)
 
     def delete(self, *parts: str) -> None:
-        """Deletes a file, a link, or a folder with all that is in it; nothing happens where it is
-        gone."""
+        """Delete a file, a link, or a folder with its content; do nothing if it does not exist."""
         if self.is_local and Path(self.path(*parts)).is_symlink():
-            Path(self.path(*parts)).unlink()  # the link, wherever it leads
+            # Deletes the link, not its target.
+            Path(self.path(*parts)).unlink()
         elif self.exists(*parts):
             self.fs.rm(self.path(*parts), recursive=True)
 
     @contextmanager
     def without_leftovers(self) -> Iterator[None]:
-        """Run the block, then remove the local folders that it has made on the way to this one and
-        left empty."""
+        """Run the block, then remove empty local folders that it created on the path to this
+        one."""
         path = Path(self.path())
         missing = (
             [one for one in (path, *path.parents) if not one.exists()] if self.is_local else []
@@ -171,17 +175,18 @@ class Storage:
             yield
         finally:
             for folder in missing:
-                with suppress(OSError), _locked(folder) as is_alone:  # another command's, or gone
+                # Another command may use the folder, or may have removed it.
+                with suppress(OSError), _locked(folder) as is_alone:
                     if is_alone:
                         folder.rmdir()
 
     @contextmanager
     def exclusive(self) -> Iterator[bool]:
-        """Hold the only lock on the folder, which is made, for the time of the block.
+        """Create the folder, and hold its only lock during the block.
 
         Yields:
-            False if another process holds it. A remote folder, or one of a file system that has no
-            locks, cannot be locked: True.
+            False if another process holds the lock. True for remote folders and file systems
+            without locks, which cannot be locked.
         """
         if not self.is_local:
             yield True
@@ -190,12 +195,13 @@ class Storage:
         while True:
             folder.mkdir(parents=True, exist_ok=True)
             with _locked(folder) as is_alone:
+                # None: the folder was removed after it was created, so try again.
                 if is_alone is not None:
                     yield is_alone
                     return
 
     def sha256(self, *parts: str) -> str:
-        """The SHA-256 of a file, as `sha256sum` prints it."""
+        """Return the SHA-256 of a file, as `sha256sum` prints it."""
         digest = hashlib.sha256()
         with self.open(*parts) as stream:
             while chunk := stream.read(_CHUNK_BYTES):
@@ -205,7 +211,7 @@ class Storage:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool | None]:
-    """Hold the lock of a folder; None if the folder was removed before it was locked."""
+    """Hold the lock of a folder; yield None if the folder was removed before it was locked."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
@@ -217,8 +223,10 @@ def _locked(folder: Path) -> Iterator[bool | None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             is_alone = False
-        except OSError:  # NFS and some FUSE mounts lock no folders
+        # NFS and some FUSE mounts cannot lock folders.
+        except OSError:
             pass
+        # The lock may be on a folder that was removed, or replaced, between open() and flock().
         if not folder.exists() or not os.path.samestat(os.fstat(descriptor), folder.stat()):
             is_alone = None
         yield is_alone
@@ -227,24 +235,27 @@ def _locked(folder: Path) -> Iterator[bool | None]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file of this machine that somebody reads later: whole or not at all, as half a recipe
-    is one of another model, and half a trace one of fewer events.
+    """Write a local file completely or not at all.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: the file cannot be written; its previous content stays.
     """
-    place = path.resolve()  # a link stays one
+    # Keeps a link, and replaces its target. Half a recipe would describe another model, and half a
+    # trace would lack events.
+    place = path.resolve()
     if place.exists() and not place.is_file():
-        place.write_bytes(data)  # a pipe or /dev/stdout, which nothing may replace
+        # A pipe or /dev/stdout, which must not be replaced by a file.
+        place.write_bytes(data)
     else:
         Storage(str(place.parent)).write(data, place.name)
 
 
-def _abandon(stream: Any) -> None:
-    """Closes a remote file so that nothing of it appears, where its file system knows how to."""
+def _discard(stream: Any) -> None:
+    """Close a remote file so that nothing of it appears, if its file system supports that."""
     if not hasattr(stream, "discard"):
         stream.close()
         return
     stream.discard()
-    # close() would upload the buffer that discard() has dropped, and hide the error behind its own.
+    # close() would upload the buffer that discard() has dropped, and raise an error that hides the
+    # original one.
     stream.closed = True

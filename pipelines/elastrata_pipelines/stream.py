@@ -1,10 +1,9 @@
-"""The stream: Ray Data reads and deals groups of steps; every Train worker gets its part in order.
+"""The stream: Ray Data reads and deals groups of steps and passes each Train worker its part in
+order.
 
-Descriptors of groups -> read the stripes, form and deal the batches, one row per rank with all its
-rows of the group as one binary payload -> `streaming_split`. With `preserve_order`, blocks of one
-row and equal splits, block i goes to rank i mod W: rank r gets exactly its payloads, in order, at
-any world size. Ray promises that nowhere, so every payload says whose it is, and training looks
-(`payload.in_turn`).
+A task turns each descriptor of groups into one row per rank: it reads the stripes, forms and deals
+the batches, and encodes all rows of a rank in the group as one binary payload. `streaming_split`
+distributes the rows.
 """
 
 from __future__ import annotations
@@ -26,33 +25,34 @@ from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.speeds import EQUAL, RankKinds, SpeedSource, equal_speeds, one_kind
 
+# Zero, because workers may claim all CPUs and would then wait forever for readers that wait for a
+# CPU. `CONCURRENT_READERS` bounds what readers actually take.
 READER_CPUS = 0
-"""Logical CPUs of a reading task. None, so that workers that claim all CPUs never wait for readers
-that wait for a CPU; `CONCURRENT_READERS` bounds what they take."""
+"""Logical CPUs of a reading task."""
 CONCURRENT_READERS = 2
 MAX_DESCRIPTORS = 256
 PREFETCHED_PAYLOADS = 2
 READ_AHEAD_BYTES = 512 * 2**20
-"""Most memory of Ray's object store that payloads read ahead may take, over all ranks."""
+"""Limit on the object store memory that prefetched payloads of all ranks take."""
 
 
 def descriptors(phases: Sequence[Phase], start: Start, *, max_steps: int | None = None) -> Dataset:
-    """The data set of descriptors from `start` to the last step, in order.
+    """Return the data set of descriptors from `start` to the last step, in order.
 
-    A descriptor names consecutive groups of a phase by their numbers, and is one block. Ray Data
-    spends about a millisecond on each block before it starts, so a long run has many groups in each
-    descriptor.
+    A descriptor is one block, and names consecutive groups of a phase by their numbers.
 
     Args:
-        phases: of the run.
-        start: where it is.
-        max_steps: most steps of a group; None: as many as their tokens allow.
+        phases: phases of the run.
+        start: progress of the run.
+        max_steps: maximum number of steps in a group; None to let the token limit decide.
     """
-    left = [len(_groups(phase, start, max_steps)) for phase in phases]
-    share = max(1, -(-sum(left) // MAX_DESCRIPTORS))
+    groups_left = [len(_groups(phase, start, max_steps)) for phase in phases]
+    # Ray Data spends about a millisecond on each block before it starts, so the descriptors of a
+    # long run hold many groups each.
+    share = max(1, -(-sum(groups_left) // MAX_DESCRIPTORS))
     spans = [
         (number, first, min(first + share, count))
-        for number, count in enumerate(left)
+        for number, count in enumerate(groups_left)
         for first in range(0, count, share)
     ]
     rows = [
@@ -67,14 +67,14 @@ def _groups(phase: Phase, start: Start, max_steps: int | None) -> Groups:
 
 
 class StreamConfig(ray.train.DataConfig):
-    """Deals the descriptors' groups to whatever world size the worker group has.
+    """Deals the descriptors' groups to the ranks of a worker group of any size.
 
     Args:
-        phases: of the run.
-        copies: so many neighbouring ranks get the same rows.
-        repeats: the ranks that have all rows between them come so many times over.
-        speeds: by the nodes of a group's ranks, the speeds of its data ranks.
-        kinds: likewise their kinds, by their memory.
+        phases: phases of the run.
+        copies: number of neighbouring ranks that get the same rows.
+        repeats: number of times that the ranks which have all rows between them are repeated.
+        speeds: function from the nodes of a group's ranks to the speeds of its data ranks.
+        kinds: function from the same nodes to the memory kinds of the data ranks.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class StreamConfig(ray.train.DataConfig):
         worker_node_ids: Any = None,
         **kwargs: Any,
     ) -> list[dict[str, DataIterator]]:
-        """One iterator per rank and data set name."""
+        """Return one iterator per rank and data set name."""
         parts: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
         nodes = worker_node_ids or [""] * world_size
         speeds, kinds = self._speeds(nodes), self._kinds(nodes)
@@ -129,16 +129,16 @@ def dealt(
     speeds: SpeedSource = EQUAL,
     kinds: RankKinds = (),
 ) -> list[DataIterator]:
-    """Splits the groups of `dataset` into one iterator of payloads per rank.
+    """Split the groups of `dataset` into one iterator of payloads per rank.
 
     Args:
-        dataset: of descriptors.
-        phases: that they are of.
+        dataset: data set of descriptors.
+        phases: phases that the descriptors refer to.
         world_size: number of ranks.
-        copies: so many neighbouring ranks get the same payloads.
-        repeats: the ranks that have all payloads between them come so many times over.
-        speeds: of the data ranks.
-        kinds: of the data ranks, by their memory; none: they are of one kind.
+        copies: number of neighbouring ranks that get the same payloads.
+        repeats: number of times that the ranks which have all payloads between them are repeated.
+        speeds: speeds of the data ranks.
+        kinds: memory kinds of the data ranks; empty if they are all alike.
 
     Raises:
         ValueError: `copies` times `repeats` does not divide `world_size`.
@@ -155,8 +155,12 @@ def dealt(
         compute=TaskPoolStrategy(size=CONCURRENT_READERS),
     )
     payloads.context.enable_progress_bars = False
+    # One byte: every row becomes a block.
     payloads.context.target_max_block_size = 1
     payloads.context.execution_options = ExecutionOptions(
+        # With ordered blocks of one row each and an equal split, block i goes to rank i mod W, so
+        # rank r gets exactly its own payloads, in order, at any world size. Ray does not document
+        # this, so every payload names its rank and training checks it (`payload.in_turn`).
         preserve_order=True,
         resource_limits=ExecutionResources(object_store_memory=READ_AHEAD_BYTES),
     )
@@ -165,22 +169,22 @@ def dealt(
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads and deals the groups of a descriptor: a row for every rank, in the order of ranks."""
+    """Reads and deals the groups of a descriptor into one row per rank, in rank order."""
 
     phases: tuple[Phase, ...]
     num_ranks: int
-    """So many have different rows."""
+    """Number of ranks that have different rows."""
     copies: int = 1
-    """So many neighbours get the same."""
+    """Number of neighbouring ranks that get the same rows."""
     repeats: int = 1
-    """So many times over."""
+    """Number of times that the sequence of ranks is repeated."""
     speeds: SpeedSource = EQUAL
-    """Of the ranks that have different rows."""
+    """Speeds of the ranks that have different rows."""
     kinds: RankKinds = ()
-    """Of the same ranks, by their memory."""
+    """Memory kinds of the same ranks."""
 
     def __call__(self, descriptor: pa.Table) -> Iterator[pa.Table]:
-        """Tables of one row, a payload."""
+        """Yield tables of one row that holds a payload."""
         for row in descriptor.to_pylist():
             phase = self.phases[row["phase"]]
             start = Start(**{key: row[key] for key in Start.__dataclass_fields__})
@@ -197,12 +201,14 @@ class Reader:
                 group, self.num_ranks, stripes, speeds=speeds, kinds=self.kinds
             )
             yield from payloads if self.repeats == 1 else list(payloads) * self.repeats
-        if not groups:  # no step is left: Ray Data splits no empty data set
+        # No step is left. Ray Data cannot split an empty data set, so every rank gets an empty
+        # payload.
+        if not groups:
             yield from [pa.py_buffer(b"")] * self.num_ranks * self.repeats
 
 
 def _one_value(payload: pa.Buffer) -> pa.LargeBinaryArray:
-    """A column of one row around `payload`, uncopied."""
+    """Return a column of one row that wraps `payload` without a copy."""
     offsets = pa.py_buffer(np.array([0, payload.size], np.int64))
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, payload])
 
@@ -212,7 +218,7 @@ class RankStream:
 
     Args:
         iterator: this rank's split.
-        token_dtype: the manifest's.
+        token_dtype: token type from the manifest.
     """
 
     def __init__(self, iterator: DataIterator, token_dtype: str) -> None:

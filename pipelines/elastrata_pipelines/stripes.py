@@ -1,4 +1,4 @@
-"""Stripes of one data set or of several, read as tables of rows."""
+"""Readers that return the rows of stripes, of one data set or several, as tables."""
 
 from __future__ import annotations
 
@@ -21,25 +21,22 @@ class Reader(Protocol):
     """Reads rows by their places."""
 
     def rows(self, places: Places) -> tuple[pa.Table, Ints]:
-        """A table that holds the rows, and where they are in it."""
+        """Return a table that holds the rows, and the index of each row in it."""
 
 
 class Stripes:
-    """Reads stripes, and keeps those of the last call.
-
-    A group of steps mostly ends inside a window of the order, whose stripes the next one begins
-    with: without this they would be read twice.
-    """
+    """Reads stripes of one data set, and keeps those of the last call."""
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._storage = storage
         self._manifest = manifest
+        # A group of steps mostly ends inside a window of the order, and the next group begins with
+        # the stripes of that window: without this cache they would be read twice.
         self._kept: dict[int, pa.Table] = {}
-        self._joined = _Joined()
+        self._joined = _JoinedTables()
 
     def read(self, stripes: Sequence[int]) -> list[pa.Table]:
-        """The stripes of these numbers, one table each. A remote storage that does not answer for a
-        while is waited for.
+        """Return one table for each of these stripes. Reads of a remote storage are retried.
 
         Raises:
             UserError: a shard is missing or damaged.
@@ -49,12 +46,13 @@ class Stripes:
             lambda: read_stripes(self._storage, self._manifest, missing),
             is_local=self._storage.is_local,
         )
-        known = self._kept | dict(zip(missing, tables, strict=True))
-        self._kept = {stripe: known[stripe] for stripe in stripes}
+        table_by_stripe = self._kept | dict(zip(missing, tables, strict=True))
+        # Only the requested stripes are kept, which bounds memory.
+        self._kept = {stripe: table_by_stripe[stripe] for stripe in stripes}
         return list(self._kept.values())
 
     def rows(self, places: Places) -> tuple[pa.Table, Ints]:
-        """The stripes that hold `places` as one table, and the places as indices into it.
+        """Return the stripes that hold `places` as one table, and the places as indices into it.
 
         Raises:
             UserError: a shard is missing or damaged.
@@ -63,7 +61,8 @@ class Stripes:
         return self._joined.table(tables), index
 
     def parts(self, places: Places) -> tuple[list[pa.Table], Ints]:
-        """The stripes that hold `places`, and the places as indices into them, end to end.
+        """Return the stripes that hold `places`, and the places as indices into their
+        concatenation.
 
         Raises:
             UserError: a shard is missing or damaged.
@@ -78,18 +77,18 @@ class MixedStripes:
     """Reads the stripes of several data sets.
 
     Args:
-        readers: of each, in the order of the mixture.
+        readers: reader of each data set, in the order of the mixture.
     """
 
     def __init__(self, readers: Sequence[Stripes]) -> None:
         self._readers = readers
-        self._joined = _Joined()
+        self._joined = _JoinedTables()
 
     def rows(self, places: Places) -> tuple[pa.Table, Ints]:
-        """As those of one data set.
+        """Return the stripes that hold `places` as one table, and the places as indices into it.
 
         Args:
-            places: of a mixed order.
+            places: places of a mixed order.
 
         Raises:
             UserError: a shard is missing or damaged.
@@ -106,30 +105,36 @@ class MixedStripes:
         return self._joined.table(tables), index
 
 
-class _Joined:
-    """Stripes as one table, which is kept: the first groups of a phase are small, and often lie in
-    the same windows as those before."""
+class _JoinedTables:
+    """Concatenates stripes to one table, and keeps the result for the next call."""
 
     def __init__(self) -> None:
         self._tables: Sequence[pa.Table] = ()
         self._table: pa.Table | None = None
 
     def table(self, tables: Sequence[pa.Table]) -> pa.Table:
-        """The rows of all, end to end, a chunk a column."""
+        """Return the rows of all tables as one table with one chunk per column."""
+        # The first groups of a phase are small and often read the same stripes as the group before.
+        # Tables are compared by identity, since comparing values would take longer than
+        # concatenating.
         if self._table is None or list(map(id, tables)) != list(map(id, self._tables)):
+            # Release the old table first, so that two are never held at the same time.
             self._tables, self._table = tables, None
-            self._table = pa.concat_tables(_alike(tables)).combine_chunks()
+            self._table = pa.concat_tables(_unify_columns(tables)).combine_chunks()
         return self._table
 
 
-def _alike(tables: Sequence[pa.Table]) -> list[pa.Table]:
-    """Tables of the same columns: where some are packed, the others have no document inside."""
+def _unify_columns(tables: Sequence[pa.Table]) -> list[pa.Table]:
+    """Return tables with the same columns: if some are packed, the others get empty boundaries."""
     if len({_BOUNDARIES in table.column_names for table in tables}) == 1:
         return list(tables)
-    return [table if _BOUNDARIES in table.column_names else _unpacked(table) for table in tables]
+    return [
+        table if _BOUNDARIES in table.column_names else _add_empty_boundaries(table)
+        for table in tables
+    ]
 
 
-def _unpacked(table: pa.Table) -> pa.Table:
+def _add_empty_boundaries(table: pa.Table) -> pa.Table:
     empty = pa.array([b""] * table.num_rows, pa.large_binary())
     field = pa.field(_BOUNDARIES, pa.large_binary(), nullable=False)
     return table.add_column(table.column_names.index("tokens") + 1, field, empty)

@@ -1,4 +1,4 @@
-"""Shares of ranks that are not equally fast: which rows of a batch each of them gets."""
+"""Uneven shares: assigns the rows of a batch to ranks of different speeds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Shares:
-    """Rows by rank."""
+    """An assignment of rows to ranks."""
 
     ranks: Ints
-    """The rank of each row, in the order of the rows."""
+    """Rank of each row, in the order of the rows."""
+    # A second is the time in which the fastest rank does work of 1.
     seconds: float
-    """Of the slowest rank, where a second is what the fastest takes for work of 1."""
+    """Time of the slowest rank."""
     imbalance: float
-    """The same over the time of all work at the speed of all ranks."""
+    """Time of the slowest rank over the time of all work at the combined speed of all ranks."""
 
 
 def shares_by_speed(
@@ -36,32 +37,32 @@ def shares_by_speed(
     multiple: int,
     count: Callable[[Ints], int],
 ) -> Shares:
-    """Each row to the rank that is done with it first; with fewer micro-batches where that is
-    quicker.
-
-    The time that micro-batches leave for work falls the slower the more there are of them, so that
-    the search ends where one less does not pay.
+    """Assign each row to the rank that finishes it first; use fewer micro-batches if that is
+    faster.
 
     Args:
         lengths: tokens of each row, longest first, shape [B].
         costs: work of each row, shape [B].
-        speeds: of the ranks.
-        fixed: work of a micro-batch beside its rows.
+        speeds: speeds of the ranks.
+        fixed: work of a micro-batch, independent of its rows.
         budgets: tokens that a micro-batch of each rank holds, shape [ranks].
-        multiple: micro-batches come in so many.
-        count: micro-batches of every rank, from the rank of each row.
+        multiple: the number of micro-batches is a multiple of this.
+        count: function from the rank of each row to the number of micro-batches of every rank.
     """
     rates = np.asarray(speeds, dtype=np.float64) / FULL_SPEED
-    free = _shares(soonest(costs, rates), costs, rates)
+    unlimited = _shares(soonest(costs, rates), costs, rates)
     tokens, total = int(lengths.sum()), float(costs.sum())
-    largest = np.bincount(free.ranks, weights=lengths, minlength=len(rates))
+    largest = np.bincount(unlimited.ranks, weights=lengths, minlength=len(rates))
     if not fixed or (largest <= budgets).all():
-        return free
-    number = count(free.ranks)
-    best, best_seconds = free, free.seconds + number * fixed
+        return unlimited
+    number = count(unlimited.ranks)
+    best, best_seconds = unlimited, unlimited.seconds + number * fixed
     least = -(-tokens // int(budgets.sum()))
+    # Each micro-batch less costs more balance than the one before, so the search ends with the
+    # first that cannot pay.
     while (number := number - multiple) >= least:
         room = number * budgets
+        # A lower bound, which spares most assignments.
         expected = seconds_within(total, rates, room * total / tokens) + number * fixed
         if expected >= best_seconds:
             break
@@ -76,15 +77,17 @@ def shares_by_speed(
 
 
 def soonest(costs: Ints, rates: Floats) -> Ints:
-    """The rank of each row: rows in the given order, each to the rank that is done with it first.
+    """Return the rank of each row: rows in the given order, each to the rank that finishes it
+    first.
 
-    Ties go to the lowest rank; rows of equal work that follow each other may change places.
+    Ties go to the lowest rank; consecutive rows of equal work may swap ranks.
 
     Args:
         costs: work of each row, shape [B].
-        rates: work of each rank in a second, shape [ranks].
+        rates: work of each rank per second, shape [ranks].
     """
     busy, seconds_each = np.zeros(len(rates)), 1 / rates
+    # Rows of equal work are assigned together, which takes far fewer steps than row by row.
     firsts = np.flatnonzero(np.diff(costs, prepend=-1))
     numbers = np.diff(firsts, append=len(costs))
     ranks = [np.zeros(0, dtype=np.int64)]
@@ -94,52 +97,55 @@ def soonest(costs: Ints, rates: Floats) -> Ints:
 
 
 def _equal_rows(seconds: Floats, left: int, busy: Floats) -> Iterator[Ints]:
-    """The ranks of rows of equal work, each the first to be done with it.
-
-    Whoever would be done with one of them before anybody is with two gets one, all at once.
+    """Yield the ranks of rows of equal work, each the first to finish its row.
 
     Args:
-        seconds: that each rank takes for a row, shape [ranks].
-        left: rows.
-        busy: seconds that each rank has work for; these rows are added.
+        seconds: time of each rank for one row, shape [ranks].
+        left: number of rows.
+        busy: seconds of work that each rank has; updated in place.
     """
     while left:
         ends = busy + seconds
         if left == 1:
             chosen = np.array([ends.argmin()])
         else:
-            chosen = _first(ends, float((ends + seconds).min()), left)
+            # All ranks that finish one row before any rank finishes two get a row in the same
+            # round.
+            chosen = _first_ranks(ends, float((ends + seconds).min()), left)
         busy[chosen] += seconds[chosen]
         left -= len(chosen)
         yield chosen
 
 
-def _first(ends: Floats, bound: float, number: int) -> Ints:
-    """The ranks with the earliest ends, so many at most and none at `bound` or later; at least one.
-    Of equal ends the lowest ranks: an order that is the same on every processor."""
+def _first_ranks(ends: Floats, bound: float, number: int) -> Ints:
+    """Return the ranks with the earliest ends before `bound`, at most `number` and at least one.
+
+    Of equal ends the lowest ranks are chosen.
+    """
     if number < len(ends):
+        # np.argpartition would choose among equal ends differently on different processors.
         last = np.partition(ends, number - 1)[number - 1]
         if last < bound:
             chosen = np.flatnonzero(ends <= last)
-            return chosen if len(chosen) == number else _without_ties(ends, chosen, last, number)
+            return chosen if len(chosen) == number else _resolve_ties(ends, chosen, last, number)
     chosen = np.flatnonzero(ends < bound)[:number]
     return chosen if len(chosen) else np.array([ends.argmin()])
 
 
-def _without_ties(ends: Floats, chosen: Ints, last: float, number: int) -> Ints:
+def _resolve_ties(ends: Floats, chosen: Ints, last: float, number: int) -> Ints:
     earlier, equal = chosen[ends[chosen] < last], chosen[ends[chosen] == last]
     return np.concatenate([earlier, equal[: number - len(earlier)]])
 
 
 def soonest_with_room(costs: Ints, rates: Floats, lengths: Ints, room: Ints) -> Ints | None:
-    """As `soonest` has it, but with no more than `room` tokens for each rank; None where a row
-    finds no room.
+    """Return the same as `soonest`, with at most `room` tokens per rank; None if a row does not
+    fit.
 
     Args:
         costs: work of each row, shape [B].
-        rates: work of each rank in a second, shape [ranks].
+        rates: work of each rank per second, shape [ranks].
         lengths: tokens of each row, shape [B].
-        room: tokens, shape [ranks].
+        room: maximum number of tokens of each rank, shape [ranks].
     """
     loads, tokens, ranks = np.zeros(len(rates)), np.zeros(len(rates), dtype=np.int64), []
     for cost, length in zip(costs.tolist(), lengths.tolist(), strict=True):
@@ -154,19 +160,21 @@ def soonest_with_room(costs: Ints, rates: Floats, lengths: Ints, room: Ints) -> 
 
 
 def seconds_within(total: float, rates: Floats, most: Floats) -> float:
-    """The least time in which ranks do `total` work that can be cut anywhere, none more than it
-    has room for: those that are full first do that much, the others the rest in proportion.
+    """Return the least time in which ranks do `total` divisible work within their room.
 
     Args:
-        total: work.
-        rates: work of each rank in a second, shape [ranks].
-        most: work that each rank has room for, shape [ranks].
+        total: amount of work.
+        rates: work of each rank per second, shape [ranks].
+        most: maximum work of each rank, shape [ranks].
     """
+    # Ranks that are full first do their maximum, and the others divide the rest in proportion to
+    # their rates.
     order = np.argsort(most / rates, kind="stable")
     by_end, room = rates[order], most[order]
     left = by_end[::-1].cumsum()[::-1]
     full = np.concatenate([[0.0], room.cumsum()[:-1]])
     seconds = np.maximum(total - full, 0.0) / left
+    # The tolerance absorbs rounding.
     fits = seconds * by_end <= room * (1 + 1e-12)
     return float(seconds[fits][0]) if fits.any() else float("inf")
 

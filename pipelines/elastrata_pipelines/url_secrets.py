@@ -1,8 +1,8 @@
-"""Secrets in URLs. Of a URL are recorded its scheme, host, path and the query keys of a list; a
-value with anything else in it is refused, and never shown.
+"""Secrets in URLs: recognises, refuses and hides them.
 
-The class: whatever logs in, where a URL can hold it. What belongs into a URL differs by scheme, so
-one table decides.
+Only the scheme, host, path and listed query keys of a URL are recorded. A value with anything else
+is refused, and never shown. A secret is anything that logs in, at any place in a URL. Harmless
+parts differ by scheme, so one table decides.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ NO_SECRET = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Rules:
-    """What a URL may hold."""
+    """The parts that a URL of a scheme may have."""
 
     user: str | None = None
-    """Regular expression of what may stand before the host's @; None: nothing."""
+    """Regular expression of the text that may precede the host's @; None if nothing may."""
     is_path: bool = False
-    """Whether ?, # and ; are letters of a file's name, until a `NAME=` follows them."""
+    """Whether ?, # and ; are part of a file name, unless a `NAME=` follows them."""
     is_local: bool = False
-    """Whether it names a file of this machine: no more is hidden than names of secrets tell."""
+    """Whether it names a local file; then only values of names that are known for secrets are
+    hidden."""
 
 
 # A token as the user's name is a custom of web servers, so that no name may stand there.
 _WEB = _Rules()
-# A user's name is no secret where a key or a password, from ~/.ssh or ~/.pgpass, is asked for, too.
+# A user name is no secret if a key or password, from ~/.ssh or ~/.pgpass, is needed as well.
 _LOGIN = _Rules(user=r"\w[\w.-]*")
 # Azure writes the container before the @ and its account behind it.
 _CONTAINER = _Rules(user=r"[a-z0-9$][a-z0-9-]{0,62}", is_path=True)
@@ -49,7 +50,8 @@ _RULES = {
     **dict.fromkeys(("s3", "s3a", "gs", "gcs", "hf", "az", "adl", "oci", "oss", "r2"), _BUCKET),
     **dict.fromkeys(("file", "local", "sqlite", "memory", "zip", "tar", "dir"), _LOCAL),
 }
-"""By scheme; every other one is treated as the web is."""
+"""Rules by scheme; any other scheme is treated like the web."""
+# Those of databases name files that hold keys, not the keys.
 _KEPT_KEYS = frozenset(
     (
         *("version", "versionid", "revision", "rev", "ref", "branch", "tag", "format", "lang"),
@@ -60,7 +62,7 @@ _KEPT_KEYS = frozenset(
         *("encrypt", "trustservercertificate"),
     )
 )
-"""Query keys that are recorded. Those of databases name files that hold keys."""
+"""Query keys that are recorded."""
 _KEPT_VALUE = re.compile(r"[\w.,:+/ -]*")
 _SECRET_NAME = re.compile(
     r"sig|code|pass|pw|sas|sid|jwt|hmac|otp|pin|session|bearer|auth\w*|x-(?:amz|goog)-[\w-]+|"
@@ -76,21 +78,22 @@ _NAME_IN_LINE = re.compile(
     r"(?<=[?&;#])(?P<name>[\w.%+-]{1,200})=(?!\*{3}(?:[^\w*]|$))(?=[^\s'\"])"
 )
 _WORD_END = re.compile(r"[\s'\"]|$")
+# A longer name, or one with digits, may be the secret itself.
 _SHOWN_NAME = re.compile(r"[A-Za-z%_-]{1,24}")
-"""A longer name, or one with digits, may be the secret itself."""
+"""Names that are shown in front of a hidden value."""
 _WORD = re.compile(r"(?i)(?<![\w+.-])[a-z][a-z0-9+.-]*://[^\s'\"<>]*[^\s'\"<>:,.;()\[\]{}?!]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _MOST_ENCODINGS = 5
 
 
 def refuse_secrets(value: object) -> None:
-    """Make sure that a value can be recorded.
+    """Check that a value can be recorded.
 
     Args:
-        value: any; texts and paths are looked at, and those in lists and sections.
+        value: any value; texts and paths are checked, also in lists and sections.
 
     Raises:
-        ValueError: a URL in it holds what is not recorded.
+        ValueError: a URL in the value holds something that is not recorded.
     """
     if isinstance(value, Mapping):
         refuse_secrets([*value.keys(), *value.values()])
@@ -104,28 +107,28 @@ def refuse_secrets(value: object) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Return a value with `***` for everything in its URL that is not recorded.
+    """Return a value with `***` in place of everything in its URL that is not recorded.
 
     Args:
-        text: a whole value. Where it is no URL, only what is certainly a secret is hidden.
+        text: a whole value. If it is not a URL, only certain secrets are hidden.
     """
-    # urllib and fsspec leave line breaks and tabs out: what they would connect to is looked at.
+    # urllib and fsspec drop line breaks and tabs, so the URL to which they would connect is
+    # checked.
     plain = _CONTROL.sub("", text)
     if not _CHAINED.match(plain):
-        hidden = _without_certain(plain)
+        hidden = _hide_certain(plain)
     else:
-        hidden = _without_certain("::".join(map(_recorded, _LINK.split(plain))))
+        hidden = _hide_certain("::".join(map(_hide_unrecorded, _LINK.split(plain))))
     return text if hidden == plain else hidden
 
 
 def hide_secrets(line: str) -> str:
-    """Return a line of words with `***` for what is not recorded of the URLs in it."""
-    return _WORD.sub(lambda word: _recorded(word.group()), _without_certain(line))
+    """Return a line with `***` in place of everything in its URLs that is not recorded."""
+    return _WORD.sub(lambda word: _hide_unrecorded(word.group()), _hide_certain(line))
 
 
-def _without_certain(line: str) -> str:
-    """Return a line with `***` for users, passwords and signatures in the URLs in it. A URL in
-    other text may be a pattern, as in `document_start`: its query is not taken apart."""
+def _hide_certain(line: str) -> str:
+    """Return a line with `***` in place of users, passwords and signatures in its URLs."""
     if "://" not in line and "=" not in line:
         return line
     parts, end = list[str](), 0
@@ -140,15 +143,15 @@ def _without_certain(line: str) -> str:
     return _hide_named("".join((*parts, line[end:])))
 
 
-def _recorded(url: str) -> str:
-    """Return one URL of a chain, with `***` for what is not recorded."""
+def _hide_unrecorded(url: str) -> str:
+    """Return one URL of a chain, with `***` in place of parts that are not recorded."""
     begin = _BEGIN.search(url)
     if begin is None:
         return url
     rules = _rules(begin["scheme"])
     if rules.is_local or (len(begin["slashes"]) == 1 and begin["scheme"].lower() not in _RULES):
         return url
-    host, tail = _divided(url[begin.end() :])
+    host, tail = _split_host(url[begin.end() :])
     user, at, host = host.rpartition("@")
     # A "/", "?" or "#" in a password ends the host too early: then nothing behind it is shown.
     is_split = "\\" in url or not _HOSTS.fullmatch(host) or (_is_login(host, rules) and "@" in tail)
@@ -168,16 +171,16 @@ def _is_user(rules: _Rules, user: str) -> bool:
 
 
 def _is_path_only(rules: _Rules, begin: re.Match[str]) -> bool:
-    """Return whether no host stands behind the slashes, as in `file:///path`."""
+    """Return whether no host follows the slashes, as in `file:///path`."""
     return rules.is_local and len(begin["slashes"]) > 2
 
 
 def _is_login(host: str, rules: _Rules) -> bool:
-    """Return whether a path with an @ in it may be the rest of a password: `me:12/34@host`."""
+    """Return whether a path with an @ may be the rest of a password, as in `me:12/34@host`."""
     return rules is _LOGIN or bool(re.search(r":\d*$", host))
 
 
-def _divided(rest: str) -> tuple[str, str]:
+def _split_host(rest: str) -> tuple[str, str]:
     found = re.search(r"[/\\?#]", rest)
     end = found.start() if found else len(rest)
     return rest[:end], rest[end:]
@@ -208,7 +211,10 @@ def _kept_tail(tail: str, rules: _Rules) -> str:
 
 
 def _hide_named(line: str) -> str:
-    """Return a line with `***`, up to the next space or quote, behind names that secrets have."""
+    """Return a line with `***` in place of the values of names that are known for secrets.
+
+    A value ends at the next space or quote.
+    """
     parts, end = list[str](), 0
     for found in _NAME_IN_LINE.finditer(line):
         name = _decoded(found["name"]).lower()
@@ -228,7 +234,7 @@ def _shown_name(name: str) -> str:
 
 
 def _decoded(text: str) -> str:
-    """Return a text with its %-codes decoded, and those that come of that."""
+    """Return a text with its %-codes decoded repeatedly."""
     for _ in range(_MOST_ENCODINGS):
         if (decoded := unquote(text)) == text:
             break

@@ -1,4 +1,5 @@
-"""The shard format: manifest, shards of stripes, lengths, vocabulary. README.md shows the bytes."""
+"""The shard format: manifest, shards of stripes, lengths and vocabulary. README.md shows the
+bytes."""
 
 from elastrata_pipelines.format.files import file_problem, file_problems, write_file
 from elastrata_pipelines.format.manifest import (

@@ -1,5 +1,4 @@
-"""The files of a data set: written with a checksum, taken before any store can damage them, and
-looked at by their sizes."""
+"""Files of a data set: writes them with checksums, and checks their sizes."""
 
 from __future__ import annotations
 
@@ -19,24 +18,26 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _REMOTE_FILES_AT_ONCE = 16
+# Listing a large data set takes fewer requests than asking for each file.
 _REMOTE_FILES_ASKED_FOR = 64
-"""Of more files a store is asked for its list, not for each of them."""
+"""Number of remote files above which the store's listing is used."""
 
 
 class CheckedStream(io.RawIOBase):
-    """A stream that passes everything on to another one and keeps its size and checksum."""
+    """Stream that forwards all writes to another one, and records size and checksum."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
+        # Computed from memory, before a disk or store can damage the bytes.
         self._digest = hashlib.sha256()
         self._size = 0
 
     def writable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def write(self, data: ReadableBuffer) -> int:
-        """Writes all of `data`."""
+        """Write all of `data`."""
         self._digest.update(data)
         size = memoryview(data).nbytes
         self._size += size
@@ -44,7 +45,7 @@ class CheckedStream(io.RawIOBase):
         return size
 
     def entry(self, path: str, *, samples: int = 0, stripes: int = 0) -> FileEntry:
-        """The manifest's entry of the file, `path` being its name in the data set."""
+        """Return the manifest entry of the file, with the name `path` in the data set."""
         return FileEntry(
             path=path,
             bytes=self._size,
@@ -55,7 +56,7 @@ class CheckedStream(io.RawIOBase):
 
 
 def write_file(storage: Storage, path: str, data: bytes) -> FileEntry:
-    """Writes a file, whole or not at all, and returns its manifest entry."""
+    """Write a file completely or not at all, and return its manifest entry."""
     with storage.create(path) as stream:
         checked = CheckedStream(stream)
         checked.write(data)
@@ -63,10 +64,10 @@ def write_file(storage: Storage, path: str, data: bytes) -> FileEntry:
 
 
 def file_problems(storage: Storage, manifest: Manifest) -> list[str]:
-    """The problems of a data set's files, by their sizes alone."""
+    """Return the problems of a data set's files, judged by their sizes only."""
     entries: Iterable[FileEntry] = manifest.files
     if not storage.is_local and len(manifest.files) > _REMOTE_FILES_ASKED_FOR:
-        entries = _not_as_listed(storage, manifest.files)
+        entries = _entries_to_check(storage, manifest.files)
     look = partial(file_problem, storage)
     if storage.is_local:
         problems = list(map(look, entries))
@@ -76,17 +77,19 @@ def file_problems(storage: Storage, manifest: Manifest) -> list[str]:
     return [problem for problem in problems if problem]
 
 
-def _not_as_listed(storage: Storage, entries: Sequence[FileEntry]) -> Iterable[FileEntry]:
-    """Those that a store's list has not, or has with another size; all where it gives no list."""
+def _entries_to_check(storage: Storage, entries: Sequence[FileEntry]) -> Iterable[FileEntry]:
+    """Return the files whose size in the store's listing is wrong or missing; all if the listing
+    fails."""
     try:
         sizes = storage.sizes()
-    except Exception:  # each kind of store has its own
+    # Every kind of store raises errors of other classes.
+    except Exception:
         return entries
     return [entry for entry in entries if sizes.get(entry.path) != entry.bytes]
 
 
 def file_problem(storage: Storage, entry: FileEntry) -> str | None:
-    """The problem of a data set's file, by its size alone, in one line; None: there is none."""
+    """Return the problem of a file's size in one line; None if it is correct."""
     where = storage.uri(entry.path)
     try:
         size = file_size(storage, entry.path)

@@ -1,4 +1,4 @@
-"""The manifest: the one file that makes a folder of shards a data set. Written last."""
+"""The manifest: the file that makes a folder of shards a data set. It is written last."""
 
 from __future__ import annotations
 
@@ -20,58 +20,63 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.lengths import check_int32, histogram_of, read_int32
 from elastrata_pipelines.storage import Storage
 
+# The range of one field only; `contradictions` checks ids against the vocabulary.
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-"""An id; that it is one of the vocabulary is for the manifest to say (`contradictions`)."""
+"""A token id."""
 FORMAT: Literal["elastrata-shards"] = "elastrata-shards"
 FORMAT_VERSION: Literal[2] = 2
+# Version 1 has neither `checksum` nor `held_out`.
 READABLE_VERSIONS = (1, 2)
 MANIFEST = "manifest.json"
 LENGTHS = "lengths.npy"
-"""Lengths of all samples in stored order (stripe after stripe), little-endian int32."""
+"""File with the lengths of all samples in stored order (stripe after stripe), little-endian
+int32."""
+# A quarter of a GiB, which takes a second or two when a run starts.
 MOST_LENGTHS_CHECKED = 2**26
-"""A quarter of a GiB: a second or two of a run's start."""
+"""Maximum number of samples whose lengths a run checks."""
 TOKENIZER_DIR, SHARDS = "tokenizer", "shards"
 BUILDING = ".building"
-"""The folder of a preparation's work, deleted at its end."""
+"""Folder with the intermediate files of a preparation, deleted at its end."""
 AGAIN = "prepare the data set again, with --overwrite"
 _CHECKSUM = "checksum"
 _CHECKSUM_FIRST = re.compile(rb'\{\n "checksum": "([0-9a-f]{64})",\n')
-"""The beginning of the text that `Manifest.to_json` makes."""
+"""Beginning of the text that `Manifest.to_json` produces."""
 _HELD_OUT = "held_out"
 _SHOWN_PROBLEMS = 5
 
 Value = TypeVar("Value")
 TokenType = Literal["uint16", "uint32"]
-"""NumPy name of the tokens' integer type, little-endian."""
+"""NumPy name of the tokens' little-endian integer type."""
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Vocabulary(Record):
-    """The sizes and special ids of the tokenizer a data set was prepared with."""
+    """Size and special ids of the tokenizer that prepared a data set."""
 
     size: Annotated[int, Field(ge=1, le=2**32)]
     """Number of ids; every token is below it."""
     pad_id: TokenId
     mask_id: TokenId | None
-    """None where the tokenizer has no mask token: such a data set cannot train BERT."""
+    """Mask token; None if the tokenizer has none, in which case the data set cannot train BERT."""
     special_ids: tuple[TokenId, ...]
-    """Ids that are never masked nor used as random replacements (CLS, SEP, PAD, MASK, UNK...)."""
+    """Ids that are never masked or used as random replacements (CLS, SEP, PAD, MASK, UNK...)."""
     continuation_ids: tuple[TokenId, ...]
-    """Ids that continue the word begun by the token before them (for whole-word masking)."""
+    """Ids that continue the word of the preceding token (for whole-word masking)."""
 
 
-def _inside(path: str) -> str:
+def _check_path(path: str) -> str:
     parts = path.split("/")
+    # A manifest from elsewhere must not name files outside its folder.
     if not path.isprintable() or not {"", ".", ".."}.isdisjoint(parts) or path == MANIFEST:
         raise ValueError("expected the path of a file inside the data set")
     return path
 
 
 class FileEntry(Record):
-    """One file of the data set. `samples` and `stripes` are 0 for files that hold no samples."""
+    """One file of the data set. `samples` and `stripes` are 0 for files without samples."""
 
-    path: Annotated[str, AfterValidator(_inside)]
+    path: Annotated[str, AfterValidator(_check_path)]
     bytes: Count
     sha256: Sha256
     samples: Count = 0
@@ -79,20 +84,21 @@ class FileEntry(Record):
 
 
 class SourceEntry(Record):
-    """Text of one origin, and what became of it."""
+    """One source of text, and the number of documents, samples and tokens that came from it."""
 
     name: str
     weight: Annotated[float, Field(gt=0, le=1000)]
     documents: Count
     documents_skipped: Count | dict[str, Count]
-    """By reason; version 1 of the format has their number alone."""
+    """Skipped documents by reason; version 1 of the format has only their total."""
     bytes_read: Count
     samples: Count
     tokens: Count
 
 
 class Manifest(Record):
-    """Everything that training, `inspect` and a resume need to know before opening a shard."""
+    """Metadata of a data set: all that training, `inspect` and a resume need before opening a
+    shard."""
 
     samples: Count
     tokens: Count
@@ -100,7 +106,7 @@ class Manifest(Record):
     stripe_size: Annotated[int, Field(ge=1, lt=2**62)]
     """Samples per stripe; the last stripe may be short."""
     seq_len: Annotated[int, Field(ge=1, le=2**24)]
-    """No sample is longer."""
+    """Maximum length of a sample, in tokens."""
     seed: int
     packing: Literal["none", "concat", "best_fit"]
     pairs: bool
@@ -112,41 +118,42 @@ class Manifest(Record):
     tokenizer_fingerprint: Annotated[str, Field(pattern="^[ -~]{0,128}$")]
     sources: tuple[SourceEntry, ...]
     files: tuple[FileEntry, ...]
-    """Shards in order, then lengths and tokenizer files."""
+    """Shards in order, followed by lengths and tokenizer files."""
     preparation: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
-    """SHA-256 of the configuration and the source files that the data set was made from."""
+    """SHA-256 of the configuration and source files from which the data set was made."""
     held_out: Sha256 | None = None
-    """Fingerprint of the data set that was held out of this one; None: nothing was. Version 1 does
-    not say."""
+    """Fingerprint of the held-out data set; None if nothing was held out. Version 1 does not
+    record this."""
     version: Literal[1, 2] = FORMAT_VERSION
     format: Literal["elastrata-shards"] = FORMAT
 
     @cached_property
     def shards(self) -> tuple[FileEntry, ...]:
-        """The files that hold samples, in order."""
+        """Files that hold samples, in order."""
         return tuple(entry for entry in self.files if entry.stripes)
 
     @cached_property
     def shard_numbers(self) -> Mapping[str, int]:
-        """The number of each shard, by its path."""
+        """Number of each shard, by its path."""
         return {shard.path: number for number, shard in enumerate(self.shards)}
 
     @cached_property
     def first_stripes(self) -> tuple[int, ...]:
-        """The number of each shard's first stripe, then that of all stripes."""
+        """Number of each shard's first stripe, followed by the total number of stripes."""
         return (0, *accumulate(shard.stripes for shard in self.shards))
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over all that the manifest says: equal for byte-identical data sets only.
+        """SHA-256 of the manifest's content, equal only for byte-identical data sets.
 
-        From version 2 on the file holds it too, as `checksum`.
+        From version 2 on the file also holds it, as `checksum`.
         """
         return hashlib.sha256(_text(self._values()).encode()).hexdigest()
 
     @override
     def __repr_args__(self) -> Iterator[tuple[str, object]]:
-        """The fields that fit a line: histogram and ids may be tens of thousands."""
+        """Yield the fields that fit one line."""
+        # The histogram and the special ids may have tens of thousands of entries.
         for name in ("samples", "tokens", "seq_len", "stripes", "packing", "pairs"):
             yield name, getattr(self, name)
         yield "sources", [source.name for source in self.sources]
@@ -154,32 +161,35 @@ class Manifest(Record):
 
     @override
     def __copy__(self) -> Self:
-        """A copy that keeps nothing which was worked out: it may get other fields."""
+        """Return a copy without cached properties."""
+        # `model_copy` calls this and then changes fields, which would make cached values wrong.
         copied = super().__copy__()
         for name in vars(self).keys() - type(self).model_fields.keys():
             del vars(copied)[name]
         return copied
 
     def rows_of(self, stripe: int) -> int:
-        """Samples of a stripe."""
+        """Return the number of samples in a stripe."""
         return min(self.stripe_size, self.samples - stripe * self.stripe_size)
 
     def to_json(self) -> str:
-        """The manifest's text: keys sorted, so that equal manifests are equal to the byte."""
+        """Return the manifest as JSON with sorted keys, so that equal manifests have equal
+        bytes."""
         checksum = {_CHECKSUM: self.fingerprint} if self.version > 1 else {}
         return _text(self._values() | checksum)
 
     def write(self, storage: Storage) -> None:
-        """Makes the folder a data set. All its files must be there."""
+        """Write the manifest, which makes the folder a data set. All other files must exist
+        already."""
         storage.write(self.to_json().encode(), MANIFEST)
 
     @staticmethod
     def read(storage: Storage) -> Manifest:
-        """Reads a data set's manifest.
+        """Read the manifest of a data set.
 
         Raises:
-            UserError: no manifest there, not one of ours, of another format version, altered, or
-                one that contradicts itself.
+            UserError: the manifest is missing, foreign, of another format version, altered, or
+                contradicts itself.
         """
         found = Manifest.find(storage)
         if found is None:
@@ -191,10 +201,10 @@ class Manifest(Record):
 
     @staticmethod
     def find(storage: Storage) -> Manifest | None:
-        """Reads a data set's manifest; None where there is none.
+        """Read the manifest of a data set; return None if it does not exist.
 
         Raises:
-            UserError: as `read`.
+            UserError: see `read`.
         """
         try:
             data = read_bytes(storage, MANIFEST)
@@ -203,14 +213,15 @@ class Manifest(Record):
         except UserError as error:
             why = str(error).removeprefix(f"{storage.uri()}/")
             raise UserError(f"{storage.url}: no data set can be read there ({why})") from None
-        except Exception as error:  # a URL that no file system knows
+        # The URL's scheme has no file system, for example.
+        except Exception as error:
             raise UserError(
                 f"{storage.url}: no data set can be read there ({reason(error)})"
             ) from None
-        return _parsed(data, storage.uri(MANIFEST))
+        return _parse(data, storage.uri(MANIFEST))
 
     def read_lengths(self, storage: Storage) -> npt.NDArray[np.int32]:
-        """Lengths of all samples in stored order, shape [samples], int32.
+        """Return the lengths of all samples in stored order, shape [samples], int32.
 
         Raises:
             UserError: the file is missing or does not match the manifest.
@@ -224,12 +235,12 @@ class Manifest(Record):
         return lengths
 
     def check_lengths(self, storage: Storage) -> None:
-        """Looks whether `read_lengths` would read them. Of more than `MOST_LENGTHS_CHECKED` samples
-        it reads the file's header alone: a run has the lengths from its shards.
+        """Check that `read_lengths` would succeed.
 
         Raises:
-            UserError: as `read_lengths`.
+            UserError: see `read_lengths`.
         """
+        # Of larger files only the header is checked: training reads lengths from the shards.
         if self.samples > MOST_LENGTHS_CHECKED:
             self._index(storage, check_int32)
         else:
@@ -244,7 +255,8 @@ class Manifest(Record):
             raise UserError(f"{error}; {AGAIN}") from None
 
     def _values(self) -> dict[str, Any]:
-        """All but the checksum, as JSON values."""
+        """Return all fields but the checksum as JSON values."""
+        # Version 1 did not have the field, and must keep its fingerprints.
         return self.model_dump(exclude={_HELD_OUT} if self.version == 1 else None, mode="json")
 
 
@@ -252,32 +264,36 @@ def _text(values: dict[str, Any]) -> str:
     return json.dumps(values, indent=1, sort_keys=True)
 
 
-def _parsed(data: bytes, where: str) -> Manifest:
-    """The manifest in a text, held against its own checksum and itself."""
-    manifest = _as_written(data)
-    told = manifest.fingerprint if manifest else None
+def _parse(data: bytes, where: str) -> Manifest:
+    """Parse a manifest, and check its checksum and consistency."""
+    manifest = _parse_unchanged(data)
+    stated_checksum = manifest.fingerprint if manifest else None
     if manifest is None:
-        manifest, told = _looked_through(data, where)
+        manifest, stated_checksum = _parse_any(data, where)
     problems = list(islice(contradictions(manifest, LENGTHS), _SHOWN_PROBLEMS))
-    if manifest.version != 1 and told != manifest.fingerprint and not problems:
+    if manifest.version != 1 and stated_checksum != manifest.fingerprint and not problems:
         problems = [
-            "checksum: missing" if told is None else "altered: its checksum is of something else"
+            "checksum: missing"
+            if stated_checksum is None
+            else "altered: its checksum is of something else"
         ]
     if problems:
         raise UserError(*(f"{where}: {problem}; {AGAIN}" for problem in problems))
     return manifest
 
 
-def _as_written(data: bytes) -> Manifest | None:
-    """The manifest in a text that is, to the byte, what its checksum was made of, which takes a
-    third of the time: no text is made anew. None: it is altered, of another version, or laid out
-    in another way."""
+def _parse_unchanged(data: bytes) -> Manifest | None:
+    """Parse a manifest whose text is byte for byte the one that its checksum was computed from.
+
+    Return None if the text was altered, is of another version, or has another layout.
+    """
+    # Takes a third of the time of `_parse_any`, since the text need not be serialised again.
     first = _CHECKSUM_FIRST.match(data)
     if first is None:
         return None
     text = b"{\n" + data[first.end() :]
-    told = hashlib.sha256(text).hexdigest()
-    if told.encode() != first[1]:
+    checksum = hashlib.sha256(text).hexdigest()
+    if checksum.encode() != first[1]:
         return None
     try:
         manifest = Manifest.model_validate_json(text)
@@ -285,36 +301,38 @@ def _as_written(data: bytes) -> Manifest | None:
         return None
     if manifest.version != FORMAT_VERSION:
         return None
-    vars(manifest)["fingerprint"] = told
+    # Fills the cached property without serialising the manifest.
+    vars(manifest)["fingerprint"] = checksum
     return manifest
 
 
-def _looked_through(data: bytes, where: str) -> tuple[Manifest, Any]:
-    """The manifest in any text, and the checksum it tells."""
+def _parse_any(data: bytes, where: str) -> tuple[Manifest, Any]:
+    """Parse a manifest of any layout. Return it with the checksum that it states."""
     raw = parse_json(data, where)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise UserError(f"{where}: not the manifest of an Elastrata data set")
     version = raw.get("version")
+    # `True` and `1.0` are equal to 1, but not versions.
     if type(version) is not int or version not in READABLE_VERSIONS:
         raise UserError(
             f"{where}: format version {version!r:.20}, this Elastrata reads versions "
             f"{' and '.join(map(str, READABLE_VERSIONS))}; {AGAIN}"
         )
-    told = raw.pop(_CHECKSUM, None) if version != 1 else None
+    stated_checksum = raw.pop(_CHECKSUM, None) if version != 1 else None
     if version == 1 and _HELD_OUT in raw:
         raise UserError(f"{where}: {_HELD_OUT}: unknown key in version 1; {AGAIN}")
-    return parse_record(Manifest, json.dumps(raw), where, AGAIN), told
+    return parse_record(Manifest, json.dumps(raw), where, AGAIN), stated_checksum
 
 
 _UINT16_IDS = 2**16
 
 
 def contradictions(manifest: Manifest, index: str) -> Iterator[str]:
-    """The fields that do not go with others.
+    """Yield one line for each field that contradicts another one.
 
     Args:
-        manifest: whose fields have the right type and range, each by itself.
-        index: the path of the lengths, which must be among the files.
+        manifest: a manifest whose fields are each of the right type and range.
+        index: path of the lengths file, which must be listed.
     """
     yield from _histogram_problems(manifest)
     yield from _file_problems(manifest, index)
@@ -355,7 +373,8 @@ def _file_problems(manifest: Manifest, index: str) -> Iterator[str]:
 
 
 def _shard_problems(manifest: Manifest) -> Iterator[str]:
-    """All stripes but the last one of all are full, in every shard."""
+    """Yield the problems of shards. All stripes are full, except the last stripe of the last
+    shard."""
     held, stripes = 0, sum(shard.stripes for shard in manifest.shards)
     for shard in manifest.shards:
         expected = min(shard.stripes * manifest.stripe_size, manifest.samples - held)
@@ -383,32 +402,34 @@ def _vocabulary_problems(vocabulary: Vocabulary) -> Iterator[str]:
 
 
 HELD_OUT = "held_out"
-"""Where `prepare` puts it."""
+"""Folder of the held-out data set, below the data set."""
 
 
 def read_held_out(storage: Storage, manifest: Manifest) -> Manifest | None:
-    """The manifest of what was held out of a data set; None where nothing was.
+    """Return the manifest of the data that was held out of a data set; None if nothing was.
 
     Args:
         storage: the data set.
-        manifest: its own. One of version 1 does not say what was held out: it is what is there.
+        manifest: its manifest. Version 1 does not record held-out data, so whatever exists is
+            returned.
 
     Raises:
-        UserError: it is not what the manifest says: missing, another one, damaged, or not told of.
+        UserError: the held-out data is missing, damaged, another data set, or not recorded in the
+            manifest.
     """
     folder = storage.sub(HELD_OUT)
-    where, beside = folder.uri(MANIFEST), storage.uri(MANIFEST)
+    where, parent = folder.uri(MANIFEST), storage.uri(MANIFEST)
     found = Manifest.find(folder)
-    told = manifest.held_out
-    if manifest.version == 1 or (found and found.fingerprint == told):
+    expected_fingerprint = manifest.held_out
+    if manifest.version == 1 or (found and found.fingerprint == expected_fingerprint):
         return found
-    if found and told:
-        problem = f"{where}: not the data that was held out: its checksum is not that in {beside}"
-    elif told:
-        problem = f"{where}: missing, but {beside} says that data was held out"
+    if found and expected_fingerprint:
+        problem = f"{where}: not the data that was held out: its checksum is not that in {parent}"
+    elif expected_fingerprint:
+        problem = f"{where}: missing, but {parent} says that data was held out"
     elif found:
         raise UserError(
-            f"{where}: {beside} does not say that data was held out; delete this folder, or move "
+            f"{where}: {parent} does not say that data was held out; delete this folder, or move "
             "it elsewhere and name it in evaluation.path"
         )
     else:

@@ -1,4 +1,4 @@
-"""A shard: one Parquet file, a stripe a row group; and what its rows must hold to."""
+"""Shards: Parquet files with one stripe per row group, and the checks of their rows."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from elastrata_pipelines.storage import Storage
 
 
 def offsets_of(column: pa.LargeBinaryArray) -> npt.NDArray[np.int64]:
-    """Where each row's bytes begin, and where those of the last one end, shape [rows + 1]."""
+    """Return the first byte of each row, followed by the end of the last row, shape [rows + 1]."""
     if len(column) == 0:
         return np.zeros(1, np.int64)
     offsets = np.frombuffer(column.buffers()[1], np.int64)
+    # A slice shares the buffers of the whole column.
     return offsets[column.offset : column.offset + len(column) + 1]
 
 
 def values_of(column: pa.LargeBinaryArray, dtype: str) -> npt.NDArray[Any]:
-    """The bytes of all rows as little-endian integers of NumPy's type `dtype`."""
+    """Return the bytes of all rows as little-endian integers of NumPy type `dtype`."""
     ends = offsets_of(column)
     values = column.buffers()[2]
     used = (
@@ -39,17 +40,18 @@ def values_of(column: pa.LargeBinaryArray, dtype: str) -> npt.NDArray[Any]:
     return used.view(np.dtype(dtype).newbyteorder("<"))
 
 
+# A request to an object store takes tens of milliseconds, and most of that is waiting.
 _REMOTE_SHARDS_AT_ONCE = 16
-"""A request to an object store takes tens of milliseconds, most of it waiting."""
+"""Number of remote shards that are read concurrently."""
 _OFFSET_BYTES = 4
 
 
 def shard_schema(*, packed: bool, pairs: bool) -> pa.Schema:
-    """The columns of a shard.
+    """Return the columns of a shard.
 
     `tokens`: `length` ids as raw little-endian integers of the manifest's `token_dtype`.
-    `boundaries` (packed data only): the offsets, raw little-endian int32, at which a new document
-    starts inside the sample; 0 is not listed.
+    `boundaries` (packed data only): the offsets, raw little-endian int32, at which further
+    documents start inside the sample; 0 is not listed.
     `second_start` (pairs only): offset of the first token of the second sentence.
     `is_next` (pairs only): whether the second sentence followed the first one in its document.
     """
@@ -67,10 +69,10 @@ def shard_schema(*, packed: bool, pairs: bool) -> pa.Schema:
 
 
 def write_shard(storage: Storage, path: str, stripes: Iterable[pa.Table]) -> FileEntry:
-    """Writes `stripes` as one shard, whole or not at all, and returns its manifest entry.
+    """Write `stripes` as one shard, completely or not at all, and return its manifest entry.
 
-    The bytes depend on the rows alone: no compression, no dictionaries, no statistics, no
-    timestamps. Token ids are close to incompressible, and reading them plain is 3 times faster.
+    The bytes depend on the rows only: the file has no compression, dictionaries, statistics or
+    timestamps.
     """
     samples = count = 0
     with storage.create(path) as stream:
@@ -91,6 +93,7 @@ def _parquet_writer(stream: CheckedStream, schema: pa.Schema) -> pq.ParquetWrite
     return pq.ParquetWriter(
         stream,
         schema,
+        # Token ids hardly compress, and reading them plain is 3 times faster.
         compression="none",
         use_dictionary=False,
         write_statistics=False,
@@ -100,11 +103,11 @@ def _parquet_writer(stream: CheckedStream, schema: pa.Schema) -> pq.ParquetWrite
 
 
 def read_stripes(storage: Storage, manifest: Manifest, stripes: Sequence[int]) -> list[pa.Table]:
-    """Reads stripes by their numbers in the data set, one table each, in the order asked for.
+    """Read stripes by their numbers in the data set; return one table each, in the requested order.
 
     Raises:
-        UserError: a shard is missing, truncated, or does not hold what the manifest says.
-        OSError: a remote storage does not answer as it should.
+        UserError: a shard is missing, truncated, or contradicts the manifest.
+        OSError: a remote storage fails.
     """
     parts = by_shard(manifest, stripes)
 
@@ -125,9 +128,12 @@ def read_stripes(storage: Storage, manifest: Manifest, stripes: Sequence[int]) -
 
 
 def by_shard(manifest: Manifest, stripes: Sequence[int]) -> list[tuple[FileEntry, int, list[int]]]:
-    """The shards that hold stripes, in order; each with the number of its first stripe, and with
-    those that it holds."""
+    """Return the shards that hold these stripes, in order.
+
+    Each shard comes with the number of its first stripe, and with the requested stripes in it.
+    """
     starts = manifest.first_stripes
+    # Grouped, so that each shard is opened once.
     held: dict[int, list[int]] = {}
     for stripe in stripes:
         held.setdefault(bisect_right(starts, stripe) - 1, []).append(stripe)
@@ -137,10 +143,10 @@ def by_shard(manifest: Manifest, stripes: Sequence[int]) -> list[tuple[FileEntry
 
 
 def read_shard(data: bytes, storage: Storage, manifest: Manifest, shard: FileEntry) -> pa.Table:
-    """All stripes of a shard whose bytes are at hand, one after another.
+    """Return all stripes of a shard from its bytes, concatenated.
 
     Raises:
-        UserError: it does not hold what the manifest says.
+        UserError: the shard contradicts the manifest.
     """
     first = manifest.first_stripes[manifest.shard_numbers[shard.path]]
     stripes = range(first, first + shard.stripes)
@@ -152,46 +158,49 @@ def read_shard(data: bytes, storage: Storage, manifest: Manifest, shard: FileEnt
 def open_shard(
     storage: Storage, manifest: Manifest, shard: FileEntry, data: bytes | None = None
 ) -> Iterator[pq.ParquetFile]:
-    """A shard whose footer is what the manifest says, to be read inside the block.
+    """Open a shard for the block, and check its footer against the manifest.
 
     Args:
         storage: the data set.
-        manifest: its own.
+        manifest: its manifest.
         shard: one of its files.
-        data: the bytes of the shard, where they are at hand.
+        data: bytes of the shard, if they were read already.
 
     Raises:
-        UserError: the shard is missing, damaged, or another one; also for what is raised inside the
-            block.
-        OSError: a remote storage does not answer as it should.
+        UserError: the shard is missing, damaged, or another one. Errors raised inside the block are
+            converted likewise.
+        OSError: a remote storage fails.
     """
     where = storage.uri(shard.path)
     try:
         if storage.is_local and data is None:
-            file_size(storage, shard.path)  # whoever opens a pipe waits for ever
+            # Raises if the path is a pipe, which would block forever when opened.
+            file_size(storage, shard.path)
         opened = storage.open_scattered(shard.path) if data is None else pa.BufferReader(data)
         with opened as stream:
-            yield _checked_reader(stream, manifest, shard, is_local=storage.is_local)
+            yield _open_checked(stream, manifest, shard, is_local=storage.is_local)
     except UserError:
         raise
     except FileNotFoundError:
         raise UserError(f"{where}: the shard is missing") from None
     except PermissionError as error:
         raise UserError(f"{where}: may not be read ({reason(error)})") from None
-    except Exception as error:  # Arrow has many kinds for what may be wrong with bytes
+    # Arrow raises many classes of errors for damaged bytes.
+    except Exception as error:
         if may_pass(error, is_local=storage.is_local):
             raise
         raise UserError(f"{where}: the shard is damaged ({reason(error)}); {AGAIN}") from None
 
 
-def _checked_reader(
+def _open_checked(
     stream: Any, manifest: Manifest, shard: FileEntry, *, is_local: bool
 ) -> pq.ParquetFile:
     reader = pq.ParquetFile(
         stream,
         binary_type=pa.large_binary(),
         page_checksum_verification=True,
-        pre_buffer=not is_local,  # a stripe is one request, not one for each column
+        # Reads a stripe with one request instead of one per column.
+        pre_buffer=not is_local,
     )
     if reader.num_row_groups != shard.stripes or reader.metadata.num_rows != shard.samples:
         raise pa.ArrowInvalid(
@@ -208,13 +217,14 @@ def _checked_reader(
 
 
 def _read_stripe(reader: pq.ParquetFile, manifest: Manifest, stripe: int, first: int) -> pa.Table:
-    """A stripe of a shard whose first one has the number `first`."""
+    """Read a stripe of a shard whose first stripe has the number `first`."""
     group = reader.metadata.row_group(stripe - first)
     columns = [group.column(number) for number in range(group.num_columns)]
     if group.num_rows != (expected := manifest.rows_of(stripe)):
         raise pa.ArrowInvalid(f"stripe {stripe}: {group.num_rows} samples, expected {expected}")
     if any(column.compression != "UNCOMPRESSED" for column in columns):
         raise pa.ArrowInvalid(f"stripe {stripe}: compressed, expected plain bytes")
+    # The buffers of a column can be read directly only if it has one chunk.
     table = reader.read_row_group(stripe - first, use_threads=False).combine_chunks()
     if problem := stripe_problem(table, manifest):
         raise pa.ArrowInvalid(f"stripe {stripe}: {problem}")
@@ -222,11 +232,11 @@ def _read_stripe(reader: pq.ParquetFile, manifest: Manifest, stripe: int, first:
 
 
 def stripe_problem(table: pa.Table, manifest: Manifest) -> str | None:
-    """The problem of a stripe's rows, in one line; None: there is none.
+    """Return the problem of a stripe's rows in one line; None if they are valid.
 
     Args:
-        table: with the columns of a shard, a chunk each.
-        manifest: of the data set.
+        table: the columns of a shard, with one chunk each.
+        manifest: manifest of the data set.
     """
     columns = {name: table[name].chunk(0) for name in table.column_names}
     if any(column.null_count for column in columns.values()):
@@ -250,7 +260,8 @@ def stripe_problem(table: pa.Table, manifest: Manifest) -> str | None:
 
 
 def _are_inside(boundaries: pa.LargeBinaryArray, lengths: npt.NDArray[np.int32]) -> bool:
-    """Whether the documents of every sample begin behind its first token, one after another."""
+    """Return whether the documents of every sample begin after its first token, in ascending
+    order."""
     sizes = np.diff(offsets_of(boundaries))
     if np.any(sizes % _OFFSET_BYTES):
         return False

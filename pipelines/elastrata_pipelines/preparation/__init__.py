@@ -1,4 +1,4 @@
-"""From text to a data set."""
+"""Preparation: turns text into a data set."""
 
 from elastrata_pipelines.preparation.build import prepare
 from elastrata_pipelines.preparation.config import PrepareConfig, SourceConfig, TokenizerConfig

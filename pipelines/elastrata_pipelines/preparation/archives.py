@@ -1,7 +1,7 @@
-"""Files and what is in them: a text is one thing, a tar archive holds many, each read as a file.
+"""Files and archives: reads a text file, or every member of a tar archive, as pieces.
 
-Archives are read from front to back, a block at a time, whatever they are compressed with and
-however large they are; a member is a file of the source, `ARCHIVE: MEMBER`, in the archive's order.
+Archives are read sequentially, one block at a time, with any compression and of any size. A member
+is a file of the source with the name `ARCHIVE: MEMBER`, in the order of the archive.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from elastrata_pipelines.preparation.sources import COMPRESSIONS, SourceFile, is
 from elastrata_pipelines.preparation.tables import parquet_pieces
 
 _ENDINGS = (".tar", *(ending for ending in COMPRESSIONS if ending.startswith(".t")))
+# Bounds nested archives, which may be malicious.
 _DEEPEST = 4
 _BLOCK = tarfile.BLOCKSIZE
 _MOST_HEADER_BYTES = 2**20
@@ -41,12 +42,12 @@ _LONG_HEADERS = (
 
 @dataclass(frozen=True)
 class Refused:
-    """A member of an archive that cannot be read."""
+    """An archive member that cannot be read."""
 
     name: str
-    """Its identity, as that of a `SourceFile`."""
+    """Identity of the member, like `SourceFile.name`."""
     problem: str
-    """The line about it."""
+    """Line about the problem."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,18 @@ class FileReader:
 
     config: SourceConfig
     size: int
-    """Of a piece, about, in bytes."""
+    """Approximate size of a piece in bytes."""
     max_document_bytes: int
-    """A longer document is refused."""
+    """Maximum size of a document."""
     refused: Collection[str] = ()
-    """Members to leave unread, by their identities."""
+    """Identities of members that are not read."""
 
     def pieces(self, file: SourceFile) -> Iterator[Piece | Refused]:
-        """Return the pieces of a file, or of the members of an archive, in order.
+        """Yield the pieces of a file, or of the members of an archive, in order.
 
         Raises:
             DocumentTooLongError: a document is longer than `max_document_bytes`.
-            Exception: of a file that cannot be read, or that is no text.
+            Exception: the file cannot be read, or is not text.
         """
         with open_stored(file.url) as stored, self._uncompressed(file, stored) as stream:
             yield from self._pieces(file, stream, 0)
@@ -80,12 +81,12 @@ class FileReader:
 
     def _pieces(self, file: SourceFile, stream: Any, level: int) -> Iterator[Piece | Refused]:
         head = _read(stream, HEAD_BYTES)
-        rest = _Begun(head, stream)
+        rest = _ResumedStream(head, stream)
         if _is_archive(file, head, level, self.config):
             if level == _DEEPEST:
                 raise OSError(f"archives in archives, more than {_DEEPEST} deep; unpack it")
             for member, data in _members(file, rest, self.config):
-                yield from self._of_member(member, data, level + 1)
+                yield from self._member_pieces(member, data, level + 1)
         elif file.kind == "parquet":
             if not head.startswith(b"PAR1"):
                 refuse_no_text(file, head, self.config)
@@ -95,7 +96,9 @@ class FileReader:
             refuse_no_text(file, head, self.config)
             yield from text_pieces(file, rest, self.config, self.size, self.max_document_bytes)
 
-    def _of_member(self, member: SourceFile, data: Any, level: int) -> Iterator[Piece | Refused]:
+    def _member_pieces(
+        self, member: SourceFile, data: Any, level: int
+    ) -> Iterator[Piece | Refused]:
         if member.name in self.refused:
             yield Refused(member.name, "")
             return
@@ -104,13 +107,14 @@ class FileReader:
                 yield from self._pieces(member, stream, level)
         except DocumentTooLongError:
             raise
-        except Exception as error:  # every compression and format has its own
+        # Every compression and format raises errors of other classes.
+        except Exception as error:
             why = in_one_line(reason(error))
             yield Refused(member.name, f"{member.shown}: cannot be read ({why})")
 
 
 def names_archive(file: SourceFile) -> bool:
-    """Whether a file is called a tar archive."""
+    """Return whether the name of a file is that of a tar archive."""
     stem, ending = splitext(file.url.lower())
     return ending in _ENDINGS or (ending in COMPRESSIONS and stem.endswith(".tar"))
 
@@ -127,8 +131,9 @@ def _is_archive(file: SourceFile, head: bytes, level: int, config: SourceConfig)
 
 
 def _begins_archive(head: bytes) -> bool:
-    """Whether a header as tar had it before POSIX begins there: nothing but its checksum tells."""
+    """Return whether the bytes begin with a tar header of the format before POSIX."""
     try:
+        # The old format has no magic number; only the checksum of the header identifies it.
         tarfile.TarInfo.frombuf(head[:_BLOCK], "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         return False
@@ -138,17 +143,19 @@ def _begins_archive(head: bytes) -> bool:
 def _members(
     file: SourceFile, stream: Any, config: SourceConfig
 ) -> Iterator[tuple[SourceFile, Any]]:
-    """The files in an archive that are not hidden, and their bytes, to be read at once.
+    """Yield the files in an archive that are not hidden, with streams to be read immediately.
 
     Raises:
-        Exception: the archive is damaged or cut off.
+        Exception: the archive is damaged or truncated.
     """
-    archive: Any = tarfile.open(  # noqa: SIM115  the stream is closed by who opened it
+    # The caller closes the stream.
+    archive: Any = tarfile.open(  # noqa: SIM115
         fileobj=stream, mode="r|", tarinfo=_Header, encoding="utf-8", errors="surrogateescape"
     )
     number = 0
     while (header := archive.next()) is not None:
-        archive.members.clear()  # it would remember all of them
+        # tarfile would keep the headers of all members.
+        archive.members.clear()
         refuse_bomb(file, header.offset_data + header.size)
         number += 1
         if header.isfile() and header.size and not is_hidden(header.name):
@@ -156,24 +163,29 @@ def _members(
             member = replace(
                 file,
                 url=f"{file.url}: {header.name}",
-                name=f"{file.name}:{number}:{header.name}",  # two may have the same path
+                # Numbered, since two members may have the same path.
+                name=f"{file.name}:{number}:{header.name}",
                 bytes=header.size,
                 kind=kind,
                 compression=compression,
             )
             yield member, archive.extractfile(header)
+    # Read to the end: a concatenated second archive must not be ignored, and compressed streams
+    # verify their checksums there.
     while rest := archive.fileobj.read(2**16):
         if rest.strip(b"\0"):
             raise OSError("more follows after the archive's end (a second one?); unpack it")
 
 
 class _Header(tarfile.TarInfo):
-    """A header that is whole: `tarfile` takes a damaged or missing one for the archive's end."""
+    """Tar header that must be complete."""
 
+    # `tarfile` itself takes a damaged or missing header for the end of the archive.
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
         if len(buf) == _BLOCK and not buf.strip(b"\0"):
-            return super().frombuf(buf, encoding, errors)  # raises: the end
+            # Raises the error that marks the end.
+            return super().frombuf(buf, encoding, errors)
         try:
             header = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
@@ -183,14 +195,14 @@ class _Header(tarfile.TarInfo):
         return header
 
 
-class _Begun:
-    """A stream, from its start on, whose first bytes were read already."""
+class _ResumedStream:
+    """A stream whose first bytes were already read, from its start on."""
 
     def __init__(self, head: bytes, stream: Any) -> None:
         self._head, self._stream = head, stream
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes; fewer only at the end."""
+        """Return the next `size` bytes; fewer only at the end."""
         if not self._head:
             return bytes(self._stream.read(size))
         head, self._head = self._head[:size], self._head[size:]
@@ -198,8 +210,9 @@ class _Begun:
 
 
 def _peek(stored: Any) -> bytes:
-    """The first bytes of a stream, which stays at its start."""
-    if hasattr(stored, "peek"):  # members of archives cannot be read again
+    """Return the first bytes of a stream without moving its position."""
+    # Archive members cannot seek back.
+    if hasattr(stored, "peek"):
         return bytes(stored.peek(HEAD_BYTES)[:HEAD_BYTES])
     head = _read(stored, HEAD_BYTES)
     stored.seek(0)
@@ -207,7 +220,8 @@ def _peek(stored: Any) -> bytes:
 
 
 def _read(stream: Any, size: int) -> bytes:
-    """So many bytes, unless the stream ends before."""
+    """Return `size` bytes, or fewer at the end of the stream."""
+    # A stream may return fewer bytes than requested at any time.
     data = b""
     while len(data) < size and (block := stream.read(size - len(data))):
         data += block
@@ -215,8 +229,8 @@ def _read(stream: Any, size: int) -> bytes:
 
 
 @contextmanager
-def _seekable(file: SourceFile, rest: _Begun, stream: Any, level: int) -> Iterator[Any]:
-    """A file that can be read at any place: in a copy, if it comes from front to back alone."""
+def _seekable(file: SourceFile, rest: _ResumedStream, stream: Any, level: int) -> Iterator[Any]:
+    """Yield a seekable file, which is a temporary copy if the stream is not seekable."""
     if not level and not file.compression:
         stream.seek(0)
         yield stream

@@ -1,4 +1,4 @@
-"""`prepare`: from text to a data set."""
+"""`prepare`: makes a data set from text."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ from elastrata_pipelines.storage import Storage
 
 @dataclass(frozen=True)
 class Layout:
-    """All that the manifest says, but for the files."""
+    """Content of the manifest, except for the files."""
 
     plan: Plan
     unknown_tokens: dict[str, int]
-    """By the names of the sources."""
+    """Number of unknown tokens, by source name."""
     sources: tuple[SourceEntry, ...]
 
 
 def lay_out(config: PrepareConfig, tokenized: Sequence[Tokenized], part: int) -> Layout:
-    """Decides where each sample of one part (for training, or held out) is stored.
+    """Assign a place to each sample of the training or held-out part.
 
     Raises:
-        UserError: no sample is left, or none of one of the sources.
+        UserError: no samples are left, in total or for one of the sources.
     """
     if barren := list(barren_sources(config, tokenized)):
         raise UserError(*barren)
     runs = [run for portion in tokenized if (run := portion.runs[part]) is not None]
     documents = sum(portion.documents[part] for portion in tokenized)
     if not runs:
+        # With one document, `fraction_for_one` cannot hold out anything.
         if part == HELD_OUT and config.held_out_fraction and not documents:
             raise UserError(
                 "held_out: of a single document nothing can be held out; give more, make documents "
@@ -102,18 +103,18 @@ class DataSetWriter:
     config: PrepareConfig
     tokenizer: TokenizerFiles
     fingerprint: str
-    """A digest of the configuration and the source files."""
+    """Digest of the configuration and the source files."""
     provenance: Provenance
     runs: Storage
     report: Progress
 
     def write(self, storage: Storage, layout: Layout, *, held_out: str | None = None) -> Manifest:
-        """Writes a data set, its manifest last.
+        """Write a data set.
 
         Args:
-            storage: its folder.
-            layout: of its samples.
-            held_out: fingerprint of what was held out of it and is written already.
+            storage: folder of the data set.
+            layout: layout of the samples.
+            held_out: fingerprint of its held-out data set, which was already written.
         """
         shards = self._write_shards(storage, layout.plan)
         lengths = layout.plan.lengths
@@ -144,6 +145,7 @@ class DataSetWriter:
             preparation=self.fingerprint,
             held_out=held_out,
         )
+        # Last: a folder without a manifest is no data set.
         manifest.write(storage)
         return manifest
 
@@ -178,22 +180,22 @@ def prepare(
     progress: Progress | None = None,
     session: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Manifest:
-    """Makes a data set of `config.sources` in the folder or URL `out`, with Ray.
+    """Make a data set of `config.sources` in the folder or URL `out`.
 
-    Paths, tokenizer and `out` are looked at first; Ray must run, or is started by `session`, for
-    what comes then.
+    Paths, tokenizer and `out` are checked first. The rest needs Ray, which must be running or is
+    started by `session`.
 
-    Equal configuration and files give equal bytes, whatever the parallelism. The data set is
-    complete when this returns; until then there is no manifest in `out`. A data set that is there
-    already and was made from the same configuration and files is returned as it is. Where it is
-    interrupted, a tokenizer that it has trained stays in `out` for the next time.
+    The same configuration and files give the same bytes, at any parallelism. The manifest is
+    written last, when the data set is complete. An existing data set that was made from the same
+    configuration and files is returned unchanged. After an interruption, a trained tokenizer
+    remains in `out` for the next attempt.
 
-    The driver holds some 60 bytes per sample, and where duplicates are looked for 17 per document,
-    with near ones 530; every worker a portion of the text (2 to 64 MiB) or
-    one shard.
+    The driver needs about 60 bytes per sample. Removing duplicates needs another 17 bytes per
+    document, and near duplicates 530. Every worker holds a portion of the text (2 to 64 MiB) or one
+    shard.
 
     Raises:
-        UserError: paths, text, tokenizer or `out` cannot work; one line per problem.
+        UserError: one line per problem with paths, text, tokenizer or `out`.
     """
     report = progress or (lambda stage, done, total, unit: None)
     corpus = Corpus.find(config, report)
@@ -202,7 +204,8 @@ def prepare(
     for setting in tokenizer.switched_off if tokenizer else ():
         report(f"the tokenizer's {setting} is switched off: ids are not drawn", 1, 1, "tokenizers")
     fingerprint, provenance = corpus.fingerprint(tokenizer), corpus.provenance(tokenizer)
-    target = Target(Storage(Storage(out).uri()))  # absolute: workers run in other folders
+    # An absolute path, since workers run in other folders.
+    target = Target(Storage(Storage(out).uri()))
     wanted = config.held_out is not None
     if found := target.prepared(fingerprint, provenance, held_out=wanted, overwrite=overwrite):
         report("already prepared", found.samples, found.samples, "samples")
@@ -210,39 +213,41 @@ def prepare(
     check_filters(config.filters)
     with target.building() as runs, session():
         corpus = corpus.without_repeats()
-        tokenizer = tokenizer or _trained_tokenizer(corpus, target.storage, fingerprint)
+        tokenizer = tokenizer or _resume_or_train(corpus, target.storage, fingerprint)
         tokenized = corpus.tokenize(tokenizer, runs)
+        # The fraction held out no document: tokenise again with one that holds out exactly one.
         if fraction := fraction_for_one(config, tokenized):
             corpus = replace(corpus, config=config.model_copy(update={"held_out": fraction}))
             tokenized = corpus.tokenize(tokenizer, runs)
         layouts = [lay_out(config, tokenized, part) for part in range(2 if config.held_out else 1)]
         writer = DataSetWriter(config, tokenizer, fingerprint, provenance, runs, report)
+        # Only now: until here, an existing data set stays intact.
         target.clear()
         parts = [writer.write(target.storage.sub(HELD_OUT_FOLDER), part) for part in layouts[1:]]
         held_out = parts[0].fingerprint if parts else None
         return writer.write(target.storage, layouts[0], held_out=held_out)
 
 
-def _trained_tokenizer(corpus: Corpus, storage: Storage, fingerprint: str) -> TokenizerFiles:
-    """The tokenizer that an interrupted preparation left, else a new one, which is kept."""
-    if kept := kept_tokenizer(storage, fingerprint):
+def _resume_or_train(corpus: Corpus, storage: Storage, fingerprint: str) -> TokenizerFiles:
+    """Return the tokenizer of an interrupted preparation, or train and store a new one."""
+    if left_tokenizer := kept_tokenizer(storage, fingerprint):
         corpus.report("take the tokenizer trained before", 1, 1, "tokenizers")
-        return kept
+        return left_tokenizer
     tokenizer = corpus.train_tokenizer()
     keep_tokenizer(storage, fingerprint, tokenizer)
     return tokenizer
 
 
 def fraction_for_one(config: PrepareConfig, tokenized: Sequence[Tokenized]) -> float | None:
-    """The fraction that holds one document out, where the configured one holds out none.
-
-    Of a few books one in a hundred is none of them; then the one whose draw is the smallest is held
-    out. A tokenizer that was trained on the corpus has seen it.
+    """Return the fraction that holds out exactly one document, if the configured one holds out
+    none.
 
     Returns:
-        None where the configured fraction will do, or where there is one document alone.
+        None if the configured fraction holds out documents, or if there is only one document.
     """
     training, held_out = (sum(portion.documents[part] for portion in tokenized) for part in (0, 1))
     if not config.held_out_fraction or held_out or training == 1:
         return None
+    # One in a hundred of a few books is no book, so the document with the smallest draw is held
+    # out. A tokenizer trained on the corpus has seen it.
     return math.nextafter(min(portion.least_draw for portion in tokenized), 1.0)

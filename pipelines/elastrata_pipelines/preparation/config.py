@@ -1,4 +1,4 @@
-"""The configuration of `prepare`: which text, which tokenizer, how it becomes samples."""
+"""Configuration of `prepare`: the text, the tokenizer, and the conversion to samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PATHS_SCHEMA = {
         {"type": "array", "items": {"type": "string"}, "minItems": 1},
     ]
 }
-"""One path needs no list around it."""
+"""JSON schema that accepts a single path without a list."""
 
 
 class SourceConfig(ConfigPart):
@@ -57,7 +57,7 @@ class SourceConfig(ConfigPart):
 
     @field_validator("document_start")
     @classmethod
-    def _compiles(cls, value: str | None) -> str | None:
+    def _check_pattern(cls, value: str | None) -> str | None:
         try:
             re.compile(value or "")
         except (re.error, OverflowError, RecursionError) as error:
@@ -90,7 +90,7 @@ class TokenizerConfig(ConfigPart):
     def _consistent(self) -> Self:
         if (self.load is None) == (self.train is None):
             raise ValueError("needs either load (a folder or name) or train (wordpiece or bpe)")
-        # A stored recipe says everything, also what nobody has set.
+        # A stored recipe contains every key, including those that were not set.
         defaults = {key: field.default for key, field in type(self).model_fields.items()}
         given = {key for key in self.model_fields_set if getattr(self, key) != defaults[key]}
         given -= {"load", "train"}
@@ -145,6 +145,7 @@ class PrepareConfig(ConfigPart):
             raise ValueError(f"pairs: needs packing: none, not {self.packing}")
         if self.held_out == ():
             raise ValueError("held_out: an empty list; leave it out or name sources")
+        # Names are part of sample ids.
         names = Counter(source.name for source in self.all_sources)
         for name in (name for name, count in names.items() if count > 1):
             raise ValueError(f"sources: two have the name {name!r}")
@@ -159,7 +160,7 @@ class PrepareConfig(ConfigPart):
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:
-        """The sources, then those held out; every one has a name."""
+        """All sources with names, the held-out ones last."""
         held_out = self.held_out if isinstance(self.held_out, tuple) else ()
         return tuple(
             source if source.name else source.model_copy(update={"name": f"source-{number}"})
@@ -168,5 +169,5 @@ class PrepareConfig(ConfigPart):
 
     @property
     def held_out_fraction(self) -> float:
-        """0 where nothing is held out by hash."""
+        """Fraction that is held out by hash, or 0."""
         return self.held_out if isinstance(self.held_out, float) else 0.0

@@ -1,4 +1,4 @@
-"""The corpus: all source files, read by many processes."""
+"""The corpus: all source files, processed in parallel."""
 
 from __future__ import annotations
 
@@ -44,12 +44,14 @@ from elastrata_pipelines.preparation.work import (
 from elastrata_pipelines.storage import Storage
 
 Progress = Callable[[str, int, int, str], None]
-"""Called with a stage's name, how much of it is done, how much there is, and the unit."""
+"""Function of a stage's name, the amount done, the total amount, and the unit."""
 
 _MAX_PROBLEMS = 100
-_TEXT_PER_COMPRESSED_BYTE = 4  # a guess, for progress and for the share of text to train on
+# An estimate, for progress and for the share of text to train on.
+_TEXT_PER_COMPRESSED_BYTE = 4
 
-_PAIRS = "partners"  # how pairs are made: data sets with pairs of another kind are made again
+# The method of making pairs, part of the fingerprint: data sets with other pairs are made again.
+_PAIRS = "partners"
 _SKIP = "bad_documents: skip passes it over"
 
 Result = TypeVar("Result", Tokenized, TrainingText, Printed)
@@ -57,48 +59,48 @@ Result = TypeVar("Result", Tokenized, TrainingText, Printed)
 
 @dataclass(frozen=True)
 class Corpus:
-    """The files of all sources in order."""
+    """The files of all sources, in order."""
 
     config: PrepareConfig
     files: tuple[SourceFile, ...]
     report: Progress
     passed_over: tuple[int, ...] = ()
-    """Per source: pipes, broken links and the like in its folders, where these are skipped."""
+    """Number of skipped pipes, broken links and the like in the folders of each source."""
     repeats: Mapping[Place, Repeats] | None = None
-    """Which documents have been there before, by portion; None: nobody has asked."""
+    """Marks of repeated documents by portion; None before they are looked for."""
 
     @staticmethod
     def find(config: PrepareConfig, report: Progress) -> Corpus:
-        """Finds all files.
+        """Find all files.
 
         Raises:
-            UserError: paths that are missing, unreadable or empty.
+            UserError: paths are missing, unreadable or empty.
         """
         found = [find_files(number, source) for number, source in enumerate(config.all_sources)]
         problems = [problem for source in found for problem in source.problems]
         if config.bad_documents == "fail":
             problems += [f"{line} ({_SKIP})" for source in found for line in source.others]
         if problems:
-            raise UserError(*_at_most(problems))
+            raise UserError(*_limit_problems(problems))
         files = tuple(file for source in found for file in source.files)
         return Corpus(config, files, report, tuple(len(source.others) for source in found))
 
     def fingerprint(self, tokenizer: TokenizerFiles | None) -> str:
-        """A hash of the configuration and the files, wherever they lie."""
+        """Return a hash of the configuration and the files, independent of their location."""
         files = [(file.source, file.name, file.bytes, file.stamp) for file in self.files]
         values: list[Any] = [self._configuration(tokenizer), files]
-        if self._of_tokenizer is not None:
-            values.append(self._of_tokenizer.fingerprint(tokenizer))
+        if self._tokenizer_corpus is not None:
+            values.append(self._tokenizer_corpus.fingerprint(tokenizer))
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def provenance(self, tokenizer: TokenizerFiles | None) -> Provenance:
-        """The parts of the fingerprint, for people."""
+        """Return the parts of the fingerprint in readable form."""
         files = {}
         for number, source in enumerate(self.config.all_sources):
-            mine = [(f.name, f.bytes, f.stamp) for f in self.files if f.source == number]
-            digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-            size = sum(size for _, size, _ in mine)
-            files[str(source.name)] = FilesOfSource(files=len(mine), bytes=size, sha256=digest)
+            own_files = [(f.name, f.bytes, f.stamp) for f in self.files if f.source == number]
+            digest = hashlib.sha256(json.dumps(own_files).encode()).hexdigest()
+            size = sum(size for _, size, _ in own_files)
+            files[str(source.name)] = FilesOfSource(files=len(own_files), bytes=size, sha256=digest)
         return Provenance(
             configuration=self._configuration(tokenizer),
             files=files,
@@ -106,8 +108,8 @@ class Corpus:
         )
 
     @cached_property
-    def _of_tokenizer(self) -> Corpus | None:
-        """The text that the tokenizer is trained on, where it is not this one."""
+    def _tokenizer_corpus(self) -> Corpus | None:
+        """Corpus on which the tokenizer is trained; None if it is this one."""
         tokenizer = self.config.tokenizer
         if not tokenizer.sources:
             return None
@@ -118,12 +120,16 @@ class Corpus:
     def _configuration(self, tokenizer: TokenizerFiles | None) -> dict[str, Any]:
         config = self.config.model_dump(mode="json")
         learned_from = config["tokenizer"]["sources"]
-        for source in (*config["sources"], *_listed(config["held_out"]), *learned_from):
+        for source in (*config["sources"], *_as_list(config["held_out"]), *learned_from):
+            # A corpus may be moved without being prepared again.
             del source["paths"]
-        if not learned_from:  # as earlier versions, which knew of none, have it
+        # Earlier versions did not have this key, and existing data sets must keep their
+        # fingerprints.
+        if not learned_from:
             del config["tokenizer"]["sources"]
         for key in ("filters", "deduplication"):
-            if not config[key]:  # likewise
+            # Likewise.
+            if not config[key]:
                 del config[key]
         if self.config.deduplication and self.config.deduplication.method == "near":
             config["deduplication"]["algorithm"] = algorithm()
@@ -134,26 +140,26 @@ class Corpus:
         return config
 
     def without_repeats(self) -> Corpus:
-        """The same without documents that have been there before, where these are not to stay.
+        """Return the corpus without repeated documents, if these are to be removed.
 
         Raises:
             UserError: the corpus cannot be read, or a library is missing.
         """
-        asked = self.config.deduplication
-        if asked is None or self.repeats is not None:
+        deduplication = self.config.deduplication
+        if deduplication is None or self.repeats is not None:
             return self
-        found = self._process(PrintWork(self.config, asked), "look for duplicates")
-        marks = repeats(asked, {printed.place: printed.prints for printed in found})
+        found = self._process(PrintWork(self.config, deduplication), "look for duplicates")
+        marks = repeats(deduplication, {printed.place: printed.prints for printed in found})
         return replace(self, repeats=marks)
 
     def train_tokenizer(self) -> TokenizerFiles:
-        """Trains the configured tokenizer on text chosen by hash.
+        """Train the configured tokenizer on text chosen by hash.
 
         Raises:
             UserError: the corpus cannot be read, or one of its sources has no text.
         """
-        if self._of_tokenizer is not None:
-            return self._of_tokenizer.without_repeats().train_tokenizer()
+        if self._tokenizer_corpus is not None:
+            return self._tokenizer_corpus.without_repeats().train_tokenizer()
         settings = self.config.tokenizer
         work = ChooseTrainingText(self.config, settings.max_bytes / max(1, self._text_bytes))
         results = self._process(work, "read text for the tokenizer")
@@ -162,6 +168,7 @@ class Corpus:
         chosen = [piece for result in results for piece in result.chosen]
         texts: list[str] = []
         size = 0
+        # Sorted by hash, so that the choice does not depend on which process was first.
         for _, text in sorted(chosen):
             size += len(text.encode())
             if texts and size > settings.max_bytes:
@@ -175,10 +182,11 @@ class Corpus:
         return tokenizer
 
     def tokenize(self, tokenizer: TokenizerFiles, runs: Storage) -> list[Tokenized]:
-        """Tokenises all portions into runs, and lists these in the order of the corpus.
+        """Tokenise all portions into runs, and return the results in the order of the corpus.
 
         Raises:
-            UserError: the corpus cannot be read, or `seq_len` leaves no room beside special tokens.
+            UserError: the corpus cannot be read, or `seq_len` has no room for more than special
+                tokens.
         """
         frame = tokenizer.frame()
         pair_frame = tokenizer.pair_frame() if self.config.pairs else None
@@ -200,14 +208,14 @@ class Corpus:
             unknown_id=tokenizer.unknown_id,
             runs=runs,
         )
-        tokenized = [*self._process(work, "tokenize"), *self._nothing_read()]
+        tokenized = [*self._process(work, "tokenize"), *self._skipped_entries()]
         encoders = sorted({result.encoder for result in tokenized} - {""})
         size = sum(result.bytes for result in tokenized)
         self.report(f"tokenized with {', '.join(encoders)}", size, size, "bytes")
         return tokenized
 
-    def _nothing_read(self) -> list[Tokenized]:
-        """Everything that was passed over, as portions without documents."""
+    def _skipped_entries(self) -> list[Tokenized]:
+        """Return everything that was skipped as portions without documents."""
         return [
             Tokenized(
                 place=(len(self.files), source), source=source, bytes=0, documents=(0, 0),
@@ -219,17 +227,21 @@ class Corpus:
 
     @property
     def _text_bytes(self) -> int:
-        """The size of all text; a guess where files are compressed."""
+        """Size of all text in bytes; an estimate if files are compressed."""
         return sum(
             file.bytes * (_TEXT_PER_COMPRESSED_BYTE if file.compression else 1)
             for file in self.files
         )
 
     def _process(self, work: Callable[[NumberedPortion], Result], stage: str) -> list[Result]:
-        """`work` of every portion, in the order of the corpus."""
+        """Apply `work` to every portion, and return the results in the order of the corpus."""
         size = portion_bytes(self._text_bytes)
         groups = [
-            Group(number, files, None if self.repeats is None else self._by_group.get(number, {}))
+            Group(
+                number,
+                files,
+                None if self.repeats is None else self._marks_by_group.get(number, {}),
+            )
             for number, files in enumerate(group_files(self.files, size))
         ]
         read = ReadWork(self.config, size)
@@ -240,33 +252,35 @@ class Corpus:
             done += result.bytes
             num_problems += len(result.problems)
             self.report(stage, done, max(done, self._text_bytes), "bytes")
+            # The preparation fails anyway, so the rest is not read.
             if num_problems > _MAX_PROBLEMS:
                 break
+        # Results arrive in any order.
         results.sort(key=lambda result: result.place)
         problems = [problem for result in results for problem in result.problems]
         if problems:
-            raise UserError(*_at_most(problems))
+            raise UserError(*_limit_problems(problems))
         return results
 
     @cached_property
-    def _by_group(self) -> dict[int, dict[int, Repeats]]:
+    def _marks_by_group(self) -> dict[int, dict[int, Repeats]]:
         groups: dict[int, dict[int, Repeats]] = {}
         for (group, number), marks in (self.repeats or {}).items():
             groups.setdefault(group, {})[number] = marks
         return groups
 
 
-def _listed(value: object) -> list[dict[str, object]]:
+def _as_list(value: object) -> list[dict[str, object]]:
     return value if isinstance(value, list) else []
 
 
-def _at_most(problems: Sequence[str]) -> list[str]:
-    """The problems, and a last line for those that are too many to print."""
+def _limit_problems(problems: Sequence[str]) -> list[str]:
+    """Return the first problems, and a last line if there are more."""
     if len(problems) <= _MAX_PROBLEMS:
         return list(problems)
     return [*problems[:_MAX_PROBLEMS], "... and more; only the first are listed"]
 
 
 def token_dtype(tokenizer: TokenizerFiles) -> TokenType:
-    """The smallest integer type that holds every id."""
+    """Return the smallest integer type that holds every id."""
     return "uint16" if tokenizer.vocabulary_size <= np.iinfo(np.uint16).max + 1 else "uint32"

@@ -1,7 +1,7 @@
-"""Deduplication: which documents say what an earlier one has said, exactly or nearly so.
+"""Deduplication: finds documents that repeat an earlier one, exactly or nearly.
 
-Near duplicates are found by MinHash (Broder, 1997) of word shingles, with the signatures cut into
-bands: documents that agree in a whole band are compared by their whole signatures.
+Near duplicates are found by MinHash (Broder, 1997) of word shingles. Signatures are divided into
+bands, and documents that agree in a whole band are compared by their complete signatures.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from elastrata_pipelines.hashing import U64, combine, text_hash
 Signatures = npt.NDArray[np.uint32]
 Flags = npt.NDArray[np.bool_]
 DUPLICATE, NEAR_DUPLICATE = "duplicate", "near duplicate"
-"""Reasons that documents are counted by."""
+"""Reasons under which documents are counted."""
+# With 128 hashes, the standard error of a similarity of 0.8 is 0.035.
 PERMUTATIONS = 128
-"""Length of a signature: the standard error of a similarity of 0.8 is 0.035."""
+"""Length of a signature."""
+# Fixed, so that a corpus always has the same duplicates.
 _SEED = 1
 _SHINGLES_AT_ONCE = 2**14
 _WORD = re.compile(r"\w+")
@@ -58,31 +60,31 @@ class DeduplicationConfig(ConfigPart):
 
 
 def normalised(text: str) -> str:
-    """A text without what does not count: capitals, white space, forms of the same letter."""
+    """Return a text with normalised case, white space and letter forms."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def normalised_hash(text: str) -> int:
-    """A 64-bit hash of the normalised text."""
+    """Return a 64-bit hash of the normalised text."""
     return text_hash(normalised(text))
 
 
 def algorithm() -> int:
-    """The version of the algorithm of signatures.
+    """Return the version of the signature algorithm.
 
     Raises:
         UserError: the library is not installed.
     """
-    return int(_library().ALGORITHM_VERSION)
+    return int(_load_library().ALGORITHM_VERSION)
 
 
 def signatures(texts: Sequence[str], words: int) -> Signatures:
-    """The MinHash signature of each text, shape [texts, PERMUTATIONS].
+    """Return the MinHash signature of each text, shape [texts, PERMUTATIONS].
 
     Raises:
         UserError: the library is not installed.
     """
-    sketch = _library()
+    sketch = _load_library()
     found = np.empty((len(texts), PERMUTATIONS), np.uint32)
     for row, text in zip(found, texts, strict=True):
         own = sketch(PERMUTATIONS, _SEED)
@@ -93,7 +95,7 @@ def signatures(texts: Sequence[str], words: int) -> Signatures:
 
 
 def _shingles(text: str, words: int) -> Iterator[list[str]]:
-    """All sequences of so many words, some at a time; of a shorter text, all of it."""
+    """Yield all sequences of `words` words in batches; a shorter text is one sequence."""
     found = _WORD.findall(normalised(text)) or [text]
     count = max(1, len(found) - words + 1)
     for first in range(0, count, _SHINGLES_AT_ONCE):
@@ -101,7 +103,7 @@ def _shingles(text: str, words: int) -> Iterator[list[str]]:
         yield [" ".join(found[place : place + words]) for place in range(first, last)]
 
 
-def _library() -> Any:
+def _load_library() -> Any:
     try:
         from rensa import RMinHash
     except ImportError:
@@ -112,7 +114,7 @@ def _library() -> Any:
 
 
 def duplicates(hashes: U64) -> Flags:
-    """Which documents have the hash of an earlier one, shape [documents]."""
+    """Return a flag for each document whose hash is that of an earlier one, shape [documents]."""
     _, first = np.unique(hashes, return_index=True)
     flags = np.ones(len(hashes), bool)
     flags[first] = False
@@ -120,30 +122,38 @@ def duplicates(hashes: U64) -> Flags:
 
 
 def near_duplicates(found: Signatures, similarity: float) -> Flags:
-    """Which documents are near duplicates of an earlier one that stays, shape [documents].
+    """Return a flag for each document that is similar to an earlier, unflagged one, shape
+    [documents].
 
     Args:
         found: signatures, in the order of the corpus.
-        similarity: share of equal hashes from which on a document is one.
+        similarity: minimum share of equal hashes in near duplicates.
     """
-    keys = _band_keys(found, _rows(similarity))
-    shared = _shared(keys)
+    keys = _band_keys(found, _rows_per_band(similarity))
+    shared = _find_shared_bands(keys)
+    # Buckets hold kept documents only, so that a chain of similar documents is not removed
+    # completely.
     flags, buckets = np.zeros(len(found), bool), dict[tuple[int, int], list[int]]()
+    # Documents without a shared band cannot have a near duplicate.
     for number in np.flatnonzero(shared.any(axis=1)).tolist():
-        mine = [(band, int(keys[number, band])) for band in np.flatnonzero(shared[number]).tolist()]
-        others = sorted({other for place in mine for other in buckets.get(place, ())})
+        own_buckets = [
+            (band, int(keys[number, band])) for band in np.flatnonzero(shared[number]).tolist()
+        ]
+        others = sorted({other for place in own_buckets for other in buckets.get(place, ())})
         equal = (found[others] == found[number]).mean(axis=1)
         if (equal >= similarity).any():
             flags[number] = True
         else:
-            for place in mine:
+            for place in own_buckets:
                 buckets.setdefault(place, []).append(number)
     return flags
 
 
-def _rows(similarity: float) -> int:
-    """Rows of a band: as many as leave documents of that similarity, which agree in a band with a
-    chance of s^rows, more likely than not to agree in one of them, and by far."""
+def _rows_per_band(similarity: float) -> int:
+    """Return the number of rows in a band for which similar documents almost surely share a
+    band."""
+    # Documents of similarity s agree in a band with probability s^rows, and (rows /
+    # PERMUTATIONS)^(1 / rows) is the similarity at which one agreeing band is expected.
     for rows in (16, 8, 4, 2):
         if (rows / PERMUTATIONS) ** (1 / rows) <= similarity - 0.05:
             return rows
@@ -151,7 +161,7 @@ def _rows(similarity: float) -> int:
 
 
 def _band_keys(found: Signatures, rows: int) -> U64:
-    """A hash of every band of every document, shape [documents, bands]."""
+    """Return a hash of every band of every document, shape [documents, bands]."""
     bands = found.reshape(len(found), PERMUTATIONS // rows, rows).astype(np.uint64)
     keys = np.zeros(bands.shape[:2], np.uint64)
     for row in range(rows):
@@ -159,8 +169,8 @@ def _band_keys(found: Signatures, rows: int) -> U64:
     return keys
 
 
-def _shared(keys: U64) -> Flags:
-    """Which bands of which documents another document has as well."""
+def _find_shared_bands(keys: U64) -> Flags:
+    """Return a flag for each band of each document that another document has, too."""
     shared = np.zeros(keys.shape, bool)
     for band in range(keys.shape[1]):
         _, inverse, counts = np.unique(keys[:, band], return_inverse=True, return_counts=True)

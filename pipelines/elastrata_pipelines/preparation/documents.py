@@ -1,4 +1,4 @@
-"""Documents: the texts in a portion, each with an identity that moving a corpus leaves alone."""
+"""Documents: the texts in a portion, with identities that do not change if a corpus is moved."""
 
 from __future__ import annotations
 
@@ -29,31 +29,33 @@ class Document:
     """64-bit hash of source, file and place in the file."""
     text: str
     line: int = 0
-    """Its first one, or its row, counted from 0."""
+    """First line, or row, counted from 0."""
     file: str = ""
-    """Where it is, as a line can hold it."""
+    """URL of the file in printable form."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a portion, in order; blank ones are left out."""
+    """Documents of a portion, in order, without blank ones."""
 
     documents: list[Document]
     problems: list[str]
-    """One line per document that could not be read."""
+    """One line for each document that could not be read."""
     fatal: tuple[str, ...]
-    """One line per file, or overlong document, that could not be read to its end."""
+    """One line for each file or overlong document that could not be read to its end."""
 
 
 def read_documents(portion: Portion, config: SourceConfig, *, max_document_bytes: int) -> Documents:
-    """Decodes and parses a portion of a source."""
+    """Decode and parse a portion of a source."""
     documents: list[Document] = []
     problems: list[str] = []
     fatal = list(portion.problems)
     for piece in portion.pieces:
-        name = piece.file.name.encode(errors="surrogateescape")  # names need not be UTF-8
+        # File names may not be UTF-8.
+        name = piece.file.name.encode(errors="surrogateescape")
         identity = text_hash(config.name or "", name)
         for line, text in _texts(piece, config, problems):
+            # A character takes at most 4 bytes, so short texts need not be measured.
             if len(text) * 4 > max_document_bytes and utf8_size(text) > max_document_bytes:
                 fatal.append(too_long(piece.file, line, max_document_bytes))
             elif is_binary(text):
@@ -68,13 +70,13 @@ def read_documents(portion: Portion, config: SourceConfig, *, max_document_bytes
 
 
 def _texts(piece: Piece, config: SourceConfig, problems: list[str]) -> Iterator[tuple[int, str]]:
-    """Line (or row) and text of each document of a piece."""
+    """Yield the line (or row) and the text of each document of a piece."""
     if piece.ends is not None:
         yield from _row_texts(piece, piece.ends, config.text_field, problems)
     elif piece.file.kind == "jsonl":
         yield from _json_texts(piece, config.text_field, problems)
     else:
-        yield from _readable(piece, config, problems)
+        yield from _plain_texts(piece, config, problems)
 
 
 def _row_texts(
@@ -105,29 +107,34 @@ def _json_texts(piece: Piece, field: str, problems: list[str]) -> Iterator[tuple
             problems.append(f"{piece.file.shown}:{line + 1}: {error}")
 
 
-def _readable(piece: Piece, config: SourceConfig, problems: list[str]) -> Iterator[tuple[int, str]]:
-    """The documents of a text file; those that are not UTF-8 become problems."""
+def _plain_texts(
+    piece: Piece, config: SourceConfig, problems: list[str]
+) -> Iterator[tuple[int, str]]:
+    """Yield the documents of a text file; documents that are not UTF-8 become problems."""
     marked = piece.offset == 0 and piece.data[: len(_BOM)] == _BOM
     data = piece.data[len(_BOM) :] if marked else piece.data
     offset = piece.offset + len(piece.data) - len(data)
     try:
         text = str(data, "utf-8")
     except UnicodeDecodeError:
-        yield from _readable_parts(bytes(data), offset, piece, config, problems)
+        # One invalid byte must not cost all documents of a piece: decode each by itself.
+        yield from _decodable_texts(bytes(data), offset, piece, config, problems)
     else:
-        yield from _split(text, piece.first, config)
+        yield from _split_documents(text, piece.first, config)
 
 
-def _readable_parts(
+def _decodable_texts(
     data: bytes, offset: int, piece: Piece, config: SourceConfig, problems: list[str]
 ) -> Iterator[tuple[int, str]]:
     text = data.decode(errors="surrogateescape")
     searched = 0
-    for line, document in _split(text, piece.first, config):
+    for line, document in _split_documents(text, piece.first, config):
+        # Surrogates mark the bytes that are not UTF-8.
         if encodes(document):
             yield line, document
         else:
             raw = document.encode(errors="surrogateescape")
+            # The byte offset of a document is not known otherwise.
             searched = data.index(raw, searched)
             try:
                 raw.decode()
@@ -138,8 +145,8 @@ def _readable_parts(
             searched += len(raw)
 
 
-def _split(text: str, line: int, config: SourceConfig) -> Iterator[tuple[int, str]]:
-    """Line and text of each document in whole documents' text that begins in `line`."""
+def _split_documents(text: str, line: int, config: SourceConfig) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each document in a text that begins in `line`."""
     if config.document_start is not None:
         yield from _split_at_starts(text, line, re.compile(config.document_start))
     elif config.documents == "file":
@@ -168,13 +175,17 @@ def _split_at_starts(text: str, line: int, starts: re.Pattern[str]) -> Iterator[
 
 
 def held_out_draw(document: Document) -> float:
-    """A number from 0 to 1 drawn by a document's text alone: below the fraction that is held out,
-    the document is."""
+    """Return a number from 0 to 1 that depends on a document's text only.
+
+    A document is held out if the number is below the held-out fraction.
+    """
+    # By text, so that equal documents are all held out or all kept.
     return uniform_one(mix_one(text_hash(document.text.strip()) ^ _HELD_OUT_SALT))
 
 
 def copies(document: Document, weight: float) -> int:
-    """How often a document appears: `weight` rounded up for a share of the documents, else down."""
+    """Return the number of copies of a document: `weight`, rounded up for a share of the
+    documents."""
     whole = int(weight)
     if weight == whole:
         return whole

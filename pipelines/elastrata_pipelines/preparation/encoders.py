@@ -1,8 +1,8 @@
-"""Encoders: text to ids, by the fastest way that gives the tokenizer's own ids.
+"""Encoders: turn text into ids, by the fastest method that gives exactly the tokenizer's ids.
 
-What a tokenizer needs besides a text takes many times the text's own memory, so that no text of
-more than `MAX_CHARACTERS` is shown to it whole. Nearly all tokenizers look at words by themselves:
-a text is cut where a word surely ends, and every such place is tried on what lies around it first.
+No text longer than `MAX_CHARACTERS` is encoded in one piece. Nearly all tokenizers treat words
+independently, so a text is divided at a word end. Every such place is first tried on the text
+around it.
 """
 
 from __future__ import annotations
@@ -22,50 +22,60 @@ from elastrata_pipelines.preparation.packing import ranges
 from elastrata_pipelines.preparation.samples import Ints, Tokens
 from elastrata_pipelines.preparation.tokenizer import parse_tokenizer, refusal
 
+# A tokenizer needs many times the memory of a text.
 MAX_CHARACTERS = 2**20
-"""Shorter texts are never cut."""
+"""Maximum length of a text that is encoded in one piece."""
 _SEARCHED_CHARACTERS = 2**16
 _TRIED_CHARACTERS = 256
 _TRIED_PLACES = 16
 
 Same = Callable[[str, str, str], bool]
-"""Called with a text and its two parts: whether the parts' ids are those of the whole."""
+"""Function of a text and its two parts that returns whether the parts' ids are those of the
+whole."""
 
 _LETTER = r"[^\W\d_]"
 _PLACES = tuple(
     re.compile(pattern)
     for pattern in (
-        rf"(?<={_LETTER})(?= {_LETTER})",  # before a space
-        rf"(?<={_LETTER})(?: )(?={_LETTER})",  # a space in front of every text comes back
-        r"(?<=\S\n)(?=\S)",  # after a line feed
-        r"(?<=\w)(?=[^\w\s'\u2019])",  # before a punctuation mark: scripts without spaces
+        # Before a space.
+        rf"(?<={_LETTER})(?= {_LETTER})",
+        # Instead of a space: some tokenizers add one in front of every text.
+        rf"(?<={_LETTER})(?: )(?={_LETTER})",
+        # After a line feed.
+        r"(?<=\S\n)(?=\S)",
+        # Before a punctuation mark, for scripts without spaces.
+        r"(?<=\w)(?=[^\w\s'\u2019])",
     )
 )
-"""Where a word surely ends, the best place first; what matches is left out."""
+"""Patterns of word ends, best first; matched characters are left out."""
 
 
 def parts(text: str, same: Same, most: int = 0) -> Iterator[tuple[str, bool]]:
-    """A text in parts of at most `most` characters, and whether each ends where `same` agreed.
+    """Yield a text in parts of at most `most` characters, and whether each ends at an accepted
+    place.
 
-    Parts without such a place near their end are cut where they are full. The last is True.
+    A part without an accepted place near its end is divided when it is full. The last flag is True.
 
     Args:
         text: the text.
-        same: what decides on a place.
-        most: characters of a part; 0: `MAX_CHARACTERS`.
+        same: function that accepts or rejects a place.
+        most: maximum number of characters in a part; 0 for `MAX_CHARACTERS`.
     """
     begin = 0
     most = most or MAX_CHARACTERS
     while len(text) - begin > most:
-        place = _place(text, begin + most - min(_SEARCHED_CHARACTERS, most), begin + most, same)
+        place = _find_place(
+            text, begin + most - min(_SEARCHED_CHARACTERS, most), begin + most, same
+        )
         end, following = place or (begin + most,) * 2
         yield text[begin:end], place is not None
         begin = following
     yield (text[begin:] if begin else text), True
 
 
-def _place(text: str, first: int, limit: int, same: Same) -> tuple[int, int] | None:
-    """The last place before `limit` where `same` agrees: where a part ends and the next begins."""
+def _find_place(text: str, first: int, limit: int, same: Same) -> tuple[int, int] | None:
+    """Return the last accepted place before `limit`: the end of a part and the start of the next
+    one."""
     for pattern in _PLACES:
         found = [match.span() for match in pattern.finditer(text, first, limit)]
         for end, following in reversed(found[-_TRIED_PLACES:]):
@@ -89,38 +99,40 @@ _CL100K = (
 _QWEN2 = _CL100K.replace("{1,3}", "")
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _PATTERNS = {
-    # in the equivalent form that never backtracks
+    # An equivalent form that never backtracks.
     _GPT2: r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
     _CL100K: _CL100K,
     _QWEN2: _QWEN2,
 }
-"""Patterns of Split that tokenizers' regular expressions and tiktoken's read alike, down to the
-class of every character, and that leave no character out; as tiktoken gets them."""
+"""Patterns of Split that have the same meaning in tokenizers and tiktoken, with their form for
+tiktoken. Character classes are the same in both, and every character is matched."""
 _BPE_SETTINGS = {
     *("type", "vocab", "merges", "dropout", "ignore_merges"),
     *("continuing_subword_prefix", "end_of_word_suffix"),
-    *("unk_token", "fuse_unk", "byte_fallback"),  # without effect: no byte is unknown
+    # Without effect, since no byte is unknown.
+    *("unk_token", "fuse_unk", "byte_fallback"),
 }
 
 
 class Encoder(Protocol):
-    """Text to ids. Special tokens that a text spells out are ordinary text to it."""
+    """Turns text into ids. Special tokens that are spelled out in a text are treated as ordinary
+    text."""
 
     name: str
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
-        """Ids of all texts, without special tokens around them."""
+        """Return the ids of all texts, without special tokens around them."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """The ids of some texts."""
+    """Token ids of several texts."""
 
     tokens: Tokens
-    """The tokens of all texts end to end, uint32."""
+    """Tokens of all texts end to end, uint32."""
     lengths: Ints
-    """Tokens of each text."""
+    """Number of tokens of each text."""
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -130,14 +142,14 @@ class Encoded:
         )
 
 
-def _end_to_end(lists: Sequence[list[int]]) -> Encoded:
+def _concatenate(lists: Sequence[list[int]]) -> Encoded:
     lengths = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
     flat = itertools.chain.from_iterable(lists)
     return Encoded(np.fromiter(flat, dtype=np.uint32, count=int(lengths.sum())), lengths)
 
 
 class ExactEncoder:
-    """The tokenizer itself."""
+    """Encoder that uses the tokenizer itself."""
 
     name = "tokenizers"
 
@@ -145,20 +157,20 @@ class ExactEncoder:
         self._tokenizer = tokenizer
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
-        """Ids of all texts.
+        """Return the ids of all texts.
 
         Raises:
-            UserError: the tokenizer has none for a text, as it lacks a token for what is unknown.
+            UserError: the tokenizer cannot encode a text, since it lacks an unknown token.
         """
         try:
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except BaseException as error:
             raise refusal(error, "gives no ids for a text") from None
-        return _end_to_end([encoding.ids for encoding in encoded])
+        return _concatenate([encoding.ids for encoding in encoded])
 
 
 class TiktokenEncoder:
-    """Byte-level BPE by tiktoken."""
+    """Byte-level BPE encoder that uses tiktoken."""
 
     name = "tiktoken"
 
@@ -172,13 +184,13 @@ class TiktokenEncoder:
         self._ids = np.array(ids_by_rank, dtype=np.uint32)
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
-        """Ids of all texts."""
-        ranks = _end_to_end([self._encoding.encode_ordinary(text) for text in texts])
+        """Return the ids of all texts."""
+        ranks = _concatenate([self._encoding.encode_ordinary(text) for text in texts])
         return Encoded(self._ids[ranks.tokens], ranks.lengths)
 
 
 class _Numbers(dict[str, int]):
-    """A number for every word it is ever asked for."""
+    """Dictionary that assigns the next number to every new word."""
 
     characters = 0
 
@@ -189,42 +201,40 @@ class _Numbers(dict[str, int]):
 
 
 class WordCacheEncoder:
-    """BERT's WordPiece with a memory of words.
-
-    BERT splits at white space and around punctuation before anything else, so the ids of a text
-    are those of its parts: runs without ASCII white space and punctuation, and punctuation marks.
-    """
+    """BERT's WordPiece with a cache of words."""
 
     name = "tokenizers with a word cache"
 
+    # BERT splits at white space and around punctuation first, so the ids of a text are those of its
+    # runs without ASCII white space and punctuation, and of its punctuation marks.
     _parts = re.compile(r"[^ \t\r\n!-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]")
 
     def __init__(self, exact: ExactEncoder) -> None:
         self._exact = exact
-        self._forget()
+        self._clear_cache()
 
-    def _forget(self) -> None:
+    def _clear_cache(self) -> None:
         self._numbers = _Numbers()
         self._words = Encoded(np.empty(0, np.uint32), np.empty(0, np.int64))
         self._starts = np.empty(0, np.int64)
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
-        """Ids of all texts."""
+        """Return the ids of all texts."""
         if len(self._numbers) > _CACHED_WORDS or self._numbers.characters > _CACHED_CHARACTERS:
-            self._forget()
-        numbers = [self._number(text) for text in texts]
-        self._learn()
+            self._clear_cache()
+        numbers = [self._number_words(text) for text in texts]
+        self._encode_new_words()
         counts = [int(self._words.lengths[inside].sum()) for inside in numbers]
         words = np.concatenate([np.empty(0, np.int64), *numbers])
         places = ranges(self._starts[words], self._words.lengths[words])
         return Encoded(self._words.tokens[places], np.array(counts, dtype=np.int64))
 
-    def _number(self, text: str) -> Ints:
+    def _number_words(self, text: str) -> Ints:
         parts = self._parts.findall(text)
         return np.fromiter(map(self._numbers.__getitem__, parts), dtype=np.int64, count=len(parts))
 
-    def _learn(self) -> None:
-        """Looks up the words that were numbered since the last time."""
+    def _encode_new_words(self) -> None:
+        """Encode the words that were numbered since the last call."""
         new = list(itertools.islice(self._numbers, len(self._words.lengths), None))
         if not new:
             return
@@ -235,21 +245,20 @@ class WordCacheEncoder:
 
 
 class CheckedEncoder:
-    """A fast encoder, held against the exact one on a sample of every portion: a second look, since
-    `make_encoder` takes only what is equal by construction.
+    """A fast encoder that is compared with the exact one on a sample of every portion."""
 
-    Neither is shown a long text whole.
-    """
-
+    # A second check only: `make_encoder` chooses encoders that are equal by construction.
     def __init__(self, fast: Encoder | None, exact: Encoder) -> None:
         self._fast = fast
         self._exact = exact
 
     def encode(self, texts: Sequence[str], dtype: str = "uint32") -> tuple[Tokens, Ints, str]:
-        """Ids of all texts end to end, tokens of each text, and the name of the encoder used."""
+        """Return the ids of all texts end to end, the tokens of each text, and the name of the
+        encoder."""
         chosen = self._choose(texts)
         owners: list[int] = []
-        tokens = bytearray()  # grows in its place: a list of arrays would need room for two
+        # Grows in place; concatenating a list of arrays would need twice the memory.
+        tokens = bytearray()
         lengths: list[Ints] = [np.empty(0, np.int64)]
         for batch in _batches(self._parts(texts, owners)):
             encoded = (self._exact if any(map(_is_wide, batch)) else chosen)(batch)
@@ -260,14 +269,14 @@ class CheckedEncoder:
         return np.frombuffer(tokens, dtype), of_texts.astype(np.int64), chosen.name
 
     def _parts(self, texts: Sequence[str], owners: list[int]) -> Iterator[str]:
-        """The parts of all texts; `owners` gets the number of each one's text."""
+        """Yield the parts of all texts, and append the number of each part's text to `owners`."""
         for number, text in enumerate(texts):
             for part, _ in parts(text, self._same):
                 owners.append(number)
                 yield part
 
-    def _same(self, whole: str, *cut: str) -> bool:
-        return np.array_equal(self._exact([whole]).tokens, self._exact(cut).tokens)
+    def _same(self, whole: str, *halves: str) -> bool:
+        return np.array_equal(self._exact([whole]).tokens, self._exact(halves).tokens)
 
     def _choose(self, texts: Sequence[str]) -> Encoder:
         if self._fast is None:
@@ -278,18 +287,20 @@ class CheckedEncoder:
 
 
 def _is_wide(text: str) -> bool:
-    """Whether a text has more white space in one place than the stack of tiktoken's regular
-    expressions is deep; it panics at about a million characters."""
+    """Return whether a text has more consecutive white space than tiktoken can match."""
+    # The stack of tiktoken's regular expressions is limited: it panics at about a million
+    # characters.
     return len(text) > _MUCH_SPACE and _WIDE.search(text) is not None
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Consecutive texts, so few that their ids, as Python lists, stay small."""
+    """Yield batches of consecutive texts, limited in size."""
     batch: list[str] = []
     filled = 0
     for text in texts:
         batch.append(text)
         filled += len(text)
+        # Ids are Python lists at first, which take many times the memory of an array.
         if filled >= _BATCH_CHARACTERS:
             yield batch
             batch, filled = [], 0
@@ -299,21 +310,20 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 @lru_cache(maxsize=2)
 def make_encoder(tokenizer_json: str) -> CheckedEncoder:
-    """The encoder of a tokenizer; one thread, since Ray fills the cores with processes.
-
-    Another encoder takes a tokenizer's place only where it gives equal ids by construction: every
-    setting is one that it is known to follow. Any other setting, and the tokenizer itself is used.
-    """
+    """Return the encoder of a tokenizer, which uses one thread."""
+    # Ray fills the cores with processes.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = parse_tokenizer(tokenizer_json)
     tokenizer.encode_special_tokens = True
     exact = ExactEncoder(tokenizer)
-    description = json.loads(tokenizer.to_str())  # with every default, as the library reads it
+    # Contains every default, as the library reads it. A fast encoder is used only if it follows
+    # every setting, so that its ids are equal by construction.
+    description = json.loads(tokenizer.to_str())
     if not all(token["special"] for token in description["added_tokens"]):
         return CheckedEncoder(None, exact)
     if _is_bert(description):
         return CheckedEncoder(WordCacheEncoder(exact), exact)
-    return CheckedEncoder(_tiktoken(tokenizer, description), exact)
+    return CheckedEncoder(_make_tiktoken(tokenizer, description), exact)
 
 
 def _is_bert(description: dict[str, Any]) -> bool:
@@ -323,13 +333,13 @@ def _is_bert(description: dict[str, Any]) -> bool:
     return kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"]
 
 
-def _tiktoken(tokenizer: Any, description: dict[str, Any]) -> Encoder | None:
-    """Return a tiktoken encoder where the tokenizer is byte-level BPE without frills.
+def _make_tiktoken(tokenizer: Any, description: dict[str, Any]) -> Encoder | None:
+    """Return a tiktoken encoder if the tokenizer is byte-level BPE without other features.
 
-    tiktoken merges any two neighbours that make a token, tokenizers those that are listed. If every
-    token is made by one merge alone, and the listed merges make it of its own bytes, these are the
-    same: two neighbours are what the merges have made of their bytes so far, and on the way to a
-    token of these bytes there is one such state, that of its own merge.
+    tiktoken merges any two neighbours that form a token, tokenizers only listed pairs. Both agree
+    if every token is formed by exactly one merge, and the listed merges form it from its own bytes:
+    two neighbours are then the result of merging their bytes, and only one state of these bytes,
+    the one before the token's own merge, leads to the token.
     """
     model = description["model"]
     pattern = _split_pattern(description["pre_tokenizer"])
@@ -344,14 +354,16 @@ def _tiktoken(tokenizer: Any, description: dict[str, Any]) -> Encoder | None:
     tokens = [*characters, *merged]
     if len(set(tokens)) < len(tokens) or not vocab.keys() >= set(tokens):
         return None
-    if not characters.keys() >= set("".join(merged)) or not _makes(tokenizer.model, merged, vocab):
+    if not characters.keys() >= set("".join(merged)) or not _makes_own_tokens(
+        tokenizer.model, merged, vocab
+    ):
         return None
     as_bytes = [bytes(characters[letter] for letter in token) for token in tokens]
     return TiktokenEncoder(pattern, as_bytes, [vocab[token] for token in tokens])
 
 
-def _makes(model: Any, tokens: list[str], ids: dict[str, int]) -> bool:
-    """Whether a model makes each of these tokens of its own text."""
+def _makes_own_tokens(model: Any, tokens: list[str], ids: dict[str, int]) -> bool:
+    """Return whether a model turns the text of each of these tokens into that token."""
     from tokenizers import Tokenizer
 
     encoded = Tokenizer(model).encode_batch_fast(tokens, add_special_tokens=False)
@@ -359,8 +371,11 @@ def _makes(model: Any, tokens: list[str], ids: dict[str, int]) -> bool:
 
 
 def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
-    """The regular expression by which a byte-level tokenizer splits text into words, for tiktoken;
-    None where it does anything else, or by another expression."""
+    """Return the regular expression by which a byte-level tokenizer splits words, in tiktoken's
+    form.
+
+    Return None if the tokenizer does anything else, or uses another expression.
+    """
     outer = pre_tokenizer or {}
     *before, last = outer.get("pretokenizers") or [outer]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": not before}
@@ -374,7 +389,7 @@ def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's characters for the 256 bytes: printable ones stand for themselves."""
+    """Return GPT-2's characters for the 256 bytes: printable bytes stand for themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

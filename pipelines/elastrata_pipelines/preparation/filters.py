@@ -1,4 +1,4 @@
-"""Filters: which documents stay, by length, by an expression, or by a function of one's own."""
+"""Filters: keep or skip documents by length, by an expression, or by an installed function."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from elastrata_pipelines.configured_text import ConfigPart
 from elastrata_pipelines.errors import UserError, in_one_line, nearest
 
 ENTRY_POINTS = "elastrata.filters"
-"""Group of the entry points of functions from a text to whether it stays."""
+"""Entry point group of functions that take a text and return whether it is kept."""
 _OFFERED: dict[str, Any] = {
     "abs": abs, "all": all, "any": any, "float": float, "int": int, "len": len, "max": max,
     "min": min, "re": re, "round": round, "set": set, "sorted": sorted, "str": str, "sum": sum,
 }  # fmt: skip
-"""What an expression may use beside `text`."""
+"""Names that an expression may use in addition to `text`."""
 _SHOWN_CHARACTERS = 60
 
 
@@ -49,7 +49,7 @@ class FilterConfig(ConfigPart):
 
     @field_validator("expression")
     @classmethod
-    def _parses(cls, value: str | None) -> str | None:
+    def _check_syntax(cls, value: str | None) -> str | None:
         if value is not None:
             _check_expression(value)
         return value
@@ -57,7 +57,7 @@ class FilterConfig(ConfigPart):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         least, most = self.min_characters, self.max_characters
-        if all(asked is None for asked in (least, most, self.expression, self.function)):
+        if all(condition is None for condition in (least, most, self.expression, self.function)):
             raise ValueError("needs min_characters, max_characters, an expression, or a function")
         if self.expression is not None and self.function is not None:
             raise ValueError("needs either an expression or a function, in filters of their own")
@@ -67,40 +67,42 @@ class FilterConfig(ConfigPart):
 
 
 def _check_expression(source: str) -> None:
-    """Raises ValueError where it is no expression, or uses what is not offered."""
+    """Check that a text is an expression of the offered names; raise ValueError if not."""
     try:
         tree = ast.parse(source.strip(), mode="eval")
         compile(tree, "<expression>", "eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"not a Python expression: {error}") from None
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    own = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    own |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    known = {"text", *_OFFERED, *own}
+    # Names that comprehensions and lambdas define.
+    own_names = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    own_names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    known_names = {"text", *_OFFERED, *own_names}
     for node in names:
-        if node.id not in known:
-            raise ValueError(f"unknown name {node.id!r}{nearest(node.id, known)}")
+        if node.id not in known_names:
+            raise ValueError(f"unknown name {node.id!r}{nearest(node.id, known_names)}")
     for inside in ast.walk(tree):
+        # Attributes such as `__class__` lead out of the restricted namespace.
         if isinstance(inside, ast.Attribute) and inside.attr.startswith("_"):
             raise ValueError(f"{inside.attr}: names that begin with _ are not offered")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a filter says of a document that does not pass."""
+    """The result of a filter for a document that does not pass."""
 
     reason: str
-    """That it is counted by."""
+    """Reason under which the document is counted."""
     problem: str = ""
-    """Where the filter could not tell: why."""
+    """Error message if the filter failed."""
 
 
 class Filters:
-    """The filters of a source.
+    """Filters of a source.
 
     Args:
         configs: all filters of the preparation.
-        source: the source's name.
+        source: name of the source.
 
     Raises:
         UserError: a function is not installed, or cannot be imported.
@@ -111,27 +113,32 @@ class Filters:
             (number, test)
             for number, config in enumerate(configs)
             if not config.sources or source in config.sources
-            for test in _tests(number, config)
+            for test in _make_tests(number, config)
         ]
 
     def __call__(self, text: str) -> Verdict | None:
-        """The verdict of the first filter that a document does not pass; None: it stays."""
+        """Return the verdict of the first filter that rejects a document; None if it is kept."""
         for number, (reason, passes) in self._tests:
             try:
                 if not passes(text):
                     return Verdict(reason=reason)
-            except Exception as error:  # a filter may raise whatever it likes
-                told = in_one_line(f"{type(error).__name__}: {error}")
-                return Verdict(reason="filter failed", problem=f"filters.{number}: {told}")
+            # Filters are user code.
+            except Exception as error:
+                message = in_one_line(f"{type(error).__name__}: {error}")
+                return Verdict(reason="filter failed", problem=f"filters.{number}: {message}")
         return None
 
 
 def check_filters(configs: Sequence[FilterConfig]) -> None:
-    """Raises UserError where a function is not installed, or cannot be imported: a line each."""
+    """Check that all functions are installed and can be imported.
+
+    Raises:
+        UserError: one line for each function that cannot be used.
+    """
     problems: list[str] = []
     for number, config in enumerate(configs):
         try:
-            deque(_tests(number, config), maxlen=0)
+            deque(_make_tests(number, config), maxlen=0)
         except UserError as error:
             problems += error.problems
     if problems:
@@ -141,8 +148,8 @@ def check_filters(configs: Sequence[FilterConfig]) -> None:
 _Test = tuple[str, Callable[[str], Any]]
 
 
-def _tests(number: int, config: FilterConfig) -> Iterator[_Test]:
-    """The parts of a filter, each with the reason that it leaves documents out for."""
+def _make_tests(number: int, config: FilterConfig) -> Iterator[_Test]:
+    """Yield the conditions of a filter, each with the reason for which it rejects documents."""
     least, most = config.min_characters, config.max_characters
     if least is not None:
         yield config.name or f"shorter than {least:,} characters", lambda text: len(text) >= least
@@ -151,30 +158,32 @@ def _tests(number: int, config: FilterConfig) -> Iterator[_Test]:
     if config.expression is not None:
         shown = " ".join(config.expression.split())
         shown = shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
-        yield config.name or f"not {shown}", _compiled(config.expression)
+        yield config.name or f"not {shown}", _compile(config.expression)
     if config.function is not None:
-        yield config.name or f"not {config.function}", _loaded(number, config.function)
+        yield config.name or f"not {config.function}", _load_function(number, config.function)
 
 
 @cache
-def _compiled(source: str) -> Callable[[str], Any]:
+def _compile(source: str) -> Callable[[str], Any]:
     code = compile(source.strip(), "<expression>", "eval")
-    # One dictionary for each call: what a comprehension sees are globals.
+    # Names inside a comprehension are looked up as globals, so `text` must be one; a new dictionary
+    # for each call keeps calls independent.
     return lambda text: eval(code, {"__builtins__": {}, **_OFFERED, "text": text})
 
 
-def _loaded(number: int, name: str) -> Callable[[str], Any]:
+def _load_function(number: int, name: str) -> Callable[[str], Any]:
     found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     key = f"filters.{number}.function: {name}"
     if name not in found:
-        known = ", ".join(sorted(found)) or "none is"
+        installed = ", ".join(sorted(found)) or "none is"
         raise UserError(
             f"{key}: no installed package has such an entry point in {ENTRY_POINTS}; installed: "
-            f"{known}{nearest(name, found)}"
+            f"{installed}{nearest(name, found)}"
         )
     try:
         function = found[name].load()
-    except Exception as error:  # an import may raise whatever it likes
+    # An import runs any code.
+    except Exception as error:
         raise UserError(f"{key}: cannot be imported ({type(error).__name__}: {error})") from None
     if not callable(function):
         raise UserError(f"{key}: {found[name].value}: expected a function")

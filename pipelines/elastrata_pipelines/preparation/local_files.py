@@ -1,4 +1,4 @@
-"""Local files: the regular files that a path of this machine means, and what is none of them."""
+"""Local files: the regular files that a local path denotes, and other entries that it finds."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _KINDS = {
 
 @dataclass
 class LocalFiles:
-    """The files that a path means."""
+    """The files that a path denotes."""
 
     base: str
-    """The names of files, by which samples are identified, are their paths below it."""
+    """Folder to which the names of files, which identify samples, are relative."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes of each regular file, by its path, in the order of the paths."""
+    """Size in bytes of each regular file, by path, in order."""
     others: list[str] = field(default_factory=list)
-    """One line for each thing in a folder, or matched by a glob, that cannot be read as a file."""
+    """One line for each entry of a folder, or match of a glob, that cannot be read as a file."""
 
 
 def find_local(path: str) -> LocalFiles:
-    """The files that an absolute path means: itself, those below it, or those it matches.
+    """Return the files that an absolute path denotes: itself, those below it, or those it matches.
 
     Raises:
-        OSError: it is no file, folder or glob, or cannot be looked at.
+        OSError: the path is no file, folder or glob, or cannot be read.
     """
     try:
         status = Path(path).stat()
     except FileNotFoundError:
         if os.path.lexists(path):
             raise OSError("a link to something that is not there") from None
-        return _matching(path) if has_magic(path) else LocalFiles(path)
+        return _match_glob(path) if has_magic(path) else LocalFiles(path)
     if stat.S_ISDIR(status.st_mode):
         return _Walk(path).files()
     if not stat.S_ISREG(status.st_mode):
@@ -57,13 +57,13 @@ def find_local(path: str) -> LocalFiles:
 
 
 def utf8_name(path: str) -> str:
-    """Return the path that UTF-8 makes of a local path's bytes, in whichever encoding Python reads
-    names here: ids of samples and the order of files must not depend on the machine's locale."""
+    """Return the text that UTF-8 makes of a local path's bytes."""
+    # Ids of samples and the order of files must not depend on the encoding of the machine's locale.
     return os.fsencode(path).decode(errors="surrogateescape")
 
 
 def named_here(path: str) -> str:
-    """Return the path as this machine's encoding of names has it, if it has no letters for it."""
+    """Return the path in this machine's encoding of file names, if it cannot encode the text."""
     try:
         os.fsencode(path)
     except UnicodeEncodeError:
@@ -72,12 +72,13 @@ def named_here(path: str) -> str:
 
 
 def open_regular(path: str) -> BinaryIO:
-    """Opens a file for reading, and nothing else: a pipe can wait, and a device go on, for ever.
+    """Open a regular file for reading.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: the file cannot be opened, or is not a regular file.
     """
-    # O_NONBLOCK: to open a pipe, should one have taken the file's place, waits for its writer.
+    # A pipe could have taken the file's place; without O_NONBLOCK, opening it would wait for a
+    # writer.
     stream = BufferedReader(FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)))
     status = os.fstat(stream.fileno())
     if not stat.S_ISREG(status.st_mode):
@@ -94,51 +95,53 @@ def _folder(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _matching(pattern: str) -> LocalFiles:
-    """The files that a glob matches; folders that it matches are left out."""
+def _match_glob(pattern: str) -> LocalFiles:
+    """Return the files that a glob matches, without folders."""
     first = min(pattern.find(letter) for letter in "*?[" if letter in pattern)
     found = LocalFiles(_folder(pattern[:first]))
     for path in sorted(fsspec.filesystem("file").glob(pattern), key=utf8_name):
         try:
-            _take(found, path, Path(path).stat())
+            _add_file(found, path, Path(path).stat())
         except OSError as error:
-            _note(found, path, error)
+            _add_error(found, path, error)
     return found
 
 
-def _take(found: LocalFiles, path: str, status: os.stat_result) -> None:
+def _add_file(found: LocalFiles, path: str, status: os.stat_result) -> None:
     if stat.S_ISREG(status.st_mode):
         found.sizes[path] = status.st_size
     elif not stat.S_ISDIR(status.st_mode):
         found.others.append(f"{in_one_line(path)}: {_kind(status)}, expected a file")
 
 
-def _note(found: LocalFiles, path: str, error: OSError) -> None:
+def _add_error(found: LocalFiles, path: str, error: OSError) -> None:
     broken = isinstance(error, FileNotFoundError) and os.path.lexists(path)
     why = "a link to something that is not there" if broken else reason(error)
     found.others.append(f"{in_one_line(path)}: {why}")
 
 
 class _Walk:
-    """The files below a folder that are not hidden, each folder's once.
+    """Collects the files below a folder that are not hidden, and visits each folder once.
 
-    Links to folders are followed after all that lies below the folder itself, in the order of
-    their names, unless they lead to a folder that was read already or that lies above.
+    Links to folders are followed last, in the order of their names, unless they lead to a folder
+    that was already visited or is a parent.
     """
 
     def __init__(self, root: str) -> None:
         self._found = LocalFiles(root.rstrip("/"))
         self._folders = [self._found.base or "/"]
+        # A heap: links are followed in the order of their names.
         self._links: list[str] = []
         above = Path(os.path.realpath(root)).parents
+        # A link to a parent would add the folder's own files again.
         self._seen = {_identity(folder.stat()) for folder in above}
 
     def files(self) -> LocalFiles:
-        for folder in self._unseen():
+        for folder in self._unvisited_folders():
             try:
                 entries = list(os.scandir(folder))
             except OSError as error:
-                _note(self._found, folder, error)
+                _add_error(self._found, folder, error)
                 continue
             for entry in entries:
                 if not entry.name.startswith("."):
@@ -149,7 +152,7 @@ class _Walk:
         self._found.others.sort()
         return self._found
 
-    def _unseen(self) -> Iterator[str]:
+    def _unvisited_folders(self) -> Iterator[str]:
         while self._folders or self._links:
             folder = self._folders.pop() if self._folders else heapq.heappop(self._links)
             identity = _identity(Path(folder).stat())
@@ -161,10 +164,10 @@ class _Walk:
         try:
             status = entry.stat()
         except OSError as error:
-            _note(self._found, entry.path, error)
+            _add_error(self._found, entry.path, error)
             return
         if not stat.S_ISDIR(status.st_mode):
-            _take(self._found, entry.path, status)
+            _add_file(self._found, entry.path, status)
         elif entry.is_symlink():
             heapq.heappush(self._links, entry.path)
         else:

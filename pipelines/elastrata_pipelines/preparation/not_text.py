@@ -1,4 +1,4 @@
-"""Content that is no text: named by its first bytes, before any of it becomes a document."""
+"""Detection of files that are not text, by their first bytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from posixpath import splitext
 from elastrata_pipelines.preparation.config import SourceConfig
 from elastrata_pipelines.preparation.sources import COMPRESSIONS, SourceFile
 
+# Pointers of large-file storage are smaller.
 HEAD_BYTES = 4096
-"""Bytes of a file that are looked at; pointers of large-file storage are smaller."""
+"""Number of bytes of a file that are examined."""
 _UNPACK, _CONVERT, _OMIT = "unpack it", "extract its text", "leave it out"
 _ENCODE = "store it as UTF-8"
+# Compare `man 5 magic`.
 _KINDS: dict[bytes, tuple[str, str]] = {
     rb"\x1f\x8b": ("gzip data", "end its name in .gz"),
     rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)": ("bzip2 data", "end its name in .bz2"),
@@ -43,7 +45,7 @@ _KINDS: dict[bytes, tuple[str, str]] = {
     rb"\xff\xfe\x00\x00|\x00\x00\xfe\xff": ("UTF-32", _ENCODE),
     rb"\xff\xfe|\xfe\xff": ("UTF-16", _ENCODE),
 }  # fmt: skip
-"""What a file is, and what to do about it, by how it begins. Compare `man 5 magic`."""
+"""Content type and advice, by a regular expression of the first bytes."""
 _PROMISED = {
     "gzip": "gzip data", "bz2": "bzip2 data", "xz": "xz data", "zstd": "Zstandard data", None: "",
 }  # fmt: skip
@@ -56,7 +58,7 @@ _PAGE = re.compile(
     rb"<(?:!doctype\s+html\b|(?:html|head|body)[\s>]|Error>\s*<Code>)",
     re.IGNORECASE | re.DOTALL,
 )
-"""The beginning of an HTML page, or of an error as S3 tells it."""
+"""Beginning of an HTML page, or of an error message of S3."""
 _BOM = b"\xef\xbb\xbf"
 _ENDINGS_OF_MARKUP = (
     ".html", ".htm", ".xhtml", ".shtml", ".mhtml", ".xml", ".xsl", ".xslt", ".svg", ".php",
@@ -64,8 +66,9 @@ _ENDINGS_OF_MARKUP = (
     ".j2", ".jinja", ".jinja2", ".njk", ".liquid", ".twig", ".tmpl", ".tpl", ".ftl", ".vue",
     ".svelte", ".astro", ".cfm", ".heex", ".eex",
 )  # fmt: skip
-"""Endings of files in which a page is what they are named after."""
-_CONTROL = "\0-\x07\x0e-\x1a\x1c-\x1f\x7f"  # not spaces, ends of lines, backspaces, and colours
+"""Endings of files that are expected to contain pages."""
+# Without spaces, line ends, backspace, and the escape character of terminal colours.
+_CONTROL = "\0-\x07\x0e-\x1a\x1c-\x1f\x7f"
 _CONTROL_LETTER = re.compile(f"[{_CONTROL}]")
 _CONTROL_BYTE = re.compile(f"[{_CONTROL}]".encode())
 _MOST_CONTROL = 0.05
@@ -75,7 +78,7 @@ def refuse_no_text(file: SourceFile, head: bytes, config: SourceConfig) -> None:
     """Check the first `HEAD_BYTES` of an uncompressed text or JSON Lines file.
 
     Raises:
-        OSError: it is no text; with what it is, and what to do.
+        OSError: the file is not text; the message names its type, and what to do.
     """
     if found := _kind(head):
         raise OSError("{}, expected UTF-8 text; {}".format(*found))
@@ -86,15 +89,15 @@ def refuse_no_text(file: SourceFile, head: bytes, config: SourceConfig) -> None:
             "an HTML page (of an error?), expected text; to train on HTML end its name in .html "
             "or set format: text"
         )
-    if file.kind == "text" and _is_binary(len(_CONTROL_BYTE.findall(head)), len(head)):
+    if file.kind == "text" and _exceeds_control_share(len(_CONTROL_BYTE.findall(head)), len(head)):
         raise OSError("binary data (control characters), expected text; leave it out")
 
 
 def refuse_not_packed(file: SourceFile, head: bytes, config: SourceConfig) -> None:
-    """Check the first bytes of a file that its name says is compressed, as they are stored.
+    """Check the first bytes of a file whose name promises compression.
 
     Raises:
-        OSError: something else stands in its place, such as a pointer or a page.
+        OSError: the file is something else, such as a pointer or a page.
     """
     found = _kind(head)
     if found is None or found[0] != _PROMISED.get(file.compression):
@@ -102,13 +105,14 @@ def refuse_not_packed(file: SourceFile, head: bytes, config: SourceConfig) -> No
 
 
 def is_binary(text: str) -> bool:
-    """Whether a text is data that happens to be UTF-8: over 5% of it are control characters."""
+    """Return whether a text is binary data in UTF-8: more than 5% of it are control characters."""
+    # A search that finds nothing is much faster than a list of all matches.
     if not _CONTROL_LETTER.search(text):
         return False
-    return _is_binary(len(_CONTROL_LETTER.findall(text)), len(text))
+    return _exceeds_control_share(len(_CONTROL_LETTER.findall(text)), len(text))
 
 
-def _is_binary(control: int, size: int) -> bool:
+def _exceeds_control_share(control: int, size: int) -> bool:
     return control > 1 + _MOST_CONTROL * size
 
 
@@ -127,7 +131,7 @@ def _pointer(head: bytes) -> tuple[str, str] | None:
 
 
 def _is_page(file: SourceFile, head: bytes) -> bool:
-    """Whether a page stands in the place of a file whose name promises something else."""
+    """Return whether a file contains a page although its name promises something else."""
     stem, ending = splitext(file.url.lower())
     ending = splitext(stem)[1] if ending in COMPRESSIONS else ending
     return ending not in _ENDINGS_OF_MARKUP and bool(_PAGE.match(head.removeprefix(_BOM)))

@@ -1,4 +1,4 @@
-"""Origins: the documents that stored samples were made of, found in the text by their ids alone."""
+"""Origins: finds the documents from which stored samples were made, by sample ids only."""
 
 from __future__ import annotations
 
@@ -21,39 +21,40 @@ from elastrata_pipelines.storage import Storage
 
 _MOST_BYTES = 2**40
 _SHOWN_CHARACTERS = 120
+# A lower bound on the size of a part bounds the number of ids to try.
 _LEAST_TOKENS = 4
-"""A part of a document has that many at least, but for the last ones."""
+"""Minimum number of tokens in a part of a document, except for the last parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The place in the text that a sample begins at."""
+    """The place in the text at which a sample begins."""
 
     source: str
-    """Name of the text's source in its preparation."""
+    """Name of the source in the preparation."""
     file: str
     line: int
-    """The document's first, or its row, counted from 1."""
+    """First line of the document, or its row, counted from 1."""
     part: int
-    """Samples, or parts of packed ones, that the document gave before."""
+    """Number of the document's earlier samples, or parts of packed samples."""
     token: int | None
-    """The sample's first token in the document; None where only the text's tokens would tell."""
+    """Position of the sample's first token in the document; None if it depends on the tokens
+    before."""
     copy: int
-    """0, or the number of a document's copy that a weight asks for."""
+    """Number of the document's copy, if its weight is above 1; else 0."""
     text: str
-    """The document's beginning."""
+    """Beginning of the document."""
 
 
 def find_origins(
     storage: Storage, manifest: Manifest, ids: Sequence[int], paths: Mapping[str, Sequence[str]]
 ) -> dict[int, Origin]:
-    """Reads the text again until every sample's document is found. Nothing is tokenised: ids are
-    hashes of source, file, line and part.
+    """Return the origins of samples, by reading the text until all documents are found.
 
     Args:
         storage: the data set.
-        manifest: its own.
-        ids: of the samples.
+        manifest: its manifest.
+        ids: ids of the samples.
         paths: files or folders of the text, by the name of the source.
 
     Raises:
@@ -63,24 +64,25 @@ def find_origins(
     if provenance is None:
         raise UserError(f"{storage.uri()}: an earlier version prepared it, and kept no origins")
     wanted, found = set(ids), dict[int, Origin]()
+    # Nothing is tokenised: ids are hashes of source, file, line and part.
     step = _tokens_of_a_part(storage, manifest)
-    for number, said in enumerate(provenance.configuration["sources"]):
-        name = said["name"] or f"source-{number}"
+    for number, entry in enumerate(provenance.configuration["sources"]):
+        name = entry["name"] or f"source-{number}"
         if name in paths and wanted:
-            config = SourceConfig.model_validate({**said, "name": name, "paths": paths[name]})
-            for one, origin in _of_source(config, wanted, manifest, step):
-                found[one] = origin
-                wanted.discard(one)
+            config = SourceConfig.model_validate({**entry, "name": name, "paths": paths[name]})
+            for sample_id, origin in _search_source(config, wanted, manifest, step):
+                found[sample_id] = origin
+                wanted.discard(sample_id)
                 if not wanted:
                     break
     return found
 
 
 def source_names(storage: Storage) -> list[str]:
-    """The names of the sources that a data set was prepared of.
+    """Return the names of the sources from which a data set was prepared.
 
     Raises:
-        UserError: its provenance is damaged.
+        UserError: the provenance is damaged.
     """
     provenance = Provenance.read(storage)
     sources = provenance.configuration["sources"] if provenance else ()
@@ -88,14 +90,14 @@ def source_names(storage: Storage) -> list[str]:
 
 
 def _tokens_of_a_part(storage: Storage, manifest: Manifest) -> int | None:
-    """Tokens of all but a document's last part; None where they differ."""
+    """Return the number of tokens in all parts of a document but the last; None if it varies."""
     if manifest.pairs or manifest.packing == "concat":
         return None
     frame = load_tokenizer(storage.uri(TOKENIZER_DIR)).frame()
     return manifest.seq_len - frame.num_tokens
 
 
-def _of_source(
+def _search_source(
     config: SourceConfig, wanted: set[int], manifest: Manifest, step: int | None
 ) -> Iterator[tuple[int, Origin]]:
     found = find_files(0, config)
@@ -103,7 +105,7 @@ def _of_source(
         raise UserError(*found.problems)
     for file in found.files:
         for document in _documents(file, config):
-            for one, copy, part in _inside(document, wanted, config, manifest):
+            for one, copy, part in _find_samples(document, wanted, config, manifest):
                 yield (
                     one,
                     Origin(
@@ -132,18 +134,19 @@ def _documents(file: SourceFile, config: SourceConfig) -> Iterator[Document]:
         yield from read_documents(portion, config, max_document_bytes=_MOST_BYTES).documents
 
 
-def _inside(
+def _find_samples(
     document: Document, wanted: set[int], config: SourceConfig, manifest: Manifest
 ) -> Iterator[tuple[int, int, int]]:
-    """Id, copy and part of each wanted sample of a document."""
-    ids = _ids(document, int(np.ceil(config.weight)), manifest)
+    """Yield id, copy and part of each requested sample of a document."""
+    ids = _possible_ids(document, int(np.ceil(config.weight)), manifest)
     for copy, part in np.argwhere(np.isin(ids, np.array(list(wanted), np.uint64))).tolist():
         yield int(ids[copy, part]), copy, part
 
 
-def _ids(document: Document, copies: int, manifest: Manifest) -> U64:
-    """Those that samples of a document can have, shape [copies, parts]."""
+def _possible_ids(document: Document, copies: int, manifest: Manifest) -> U64:
+    """Return the ids that samples of a document may have, shape [copies, parts]."""
     least = _LEAST_TOKENS if manifest.pairs else max(1, manifest.seq_len // 2)
+    # A token takes at least one byte, which bounds the number of parts.
     parts = utf8_size(document.text) // least + 2
     own = combine(np.uint64(document.id), np.arange(copies, dtype=np.uint64))
     return combine(own[:, None], np.arange(parts, dtype=np.uint64)[None, :])

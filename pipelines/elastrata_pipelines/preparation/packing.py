@@ -1,4 +1,5 @@
-"""Packing: tokenised documents to samples of at most `seq_len` tokens. Numbers in, numbers out."""
+"""Packing: converts tokenised documents to samples of at most `seq_len` tokens, by arithmetic
+alone."""
 
 from __future__ import annotations
 
@@ -18,24 +19,24 @@ _TOKENS_AT_ONCE = 2**17
 
 @dataclass(frozen=True)
 class Frame:
-    """The ids a tokenizer puts around a text."""
+    """Token ids that a tokenizer adds to a text."""
 
     prefix: tuple[int, ...] = ()
-    """Before every sample, such as [CLS]."""
+    """Ids before every sample, such as [CLS]."""
     suffix: tuple[int, ...] = ()
-    """After every sample, such as [SEP]."""
+    """Ids after every sample, such as [SEP]."""
     end: tuple[int, ...] = ()
-    """After the last token of a document only, such as GPT-2's <|endoftext|>."""
+    """Ids after the last token of a document only, such as GPT-2's <|endoftext|>."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that every sample, or piece of a packed one, carries in addition to its text."""
+        """Number of added tokens of every sample, or of every piece of a packed sample."""
         return len(self.prefix) + len(self.suffix)
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Tokenised documents end to end."""
+    """Tokenised documents, end to end."""
 
     ids: U64
     """Identity of each document (and copy), shape [n]."""
@@ -45,7 +46,7 @@ class Texts:
     """Shape [T]."""
 
     def where(self, kept: npt.NDArray[np.bool_]) -> Texts:
-        """Some of the documents; shape [n]."""
+        """Return the documents whose flag is set; `kept` has shape [n]."""
         if kept.all():
             return self
         return Texts(self.ids[kept], self.lengths[kept], self.tokens[np.repeat(kept, self.lengths)])
@@ -61,25 +62,28 @@ class _Fragments:
 
 
 def cut(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) -> Samples:
-    """Packing `none`: every document by itself, cut every `seq_len` tokens, frame included."""
+    """Pack as `none`: divide every document by itself into samples of `seq_len` tokens, frame
+    included."""
     fragments, tokens = _fragments(texts, frame, seq_len, min_tokens)
     lengths = fragments.ends - fragments.begins
     return Samples(
         ids=fragments.ids,
         lengths=lengths + frame.num_tokens,
-        tokens=_framed(fragments.begins, lengths, tokens, frame),
+        tokens=_add_frames(fragments.begins, lengths, tokens, frame),
     )
 
 
 def pack_concat(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) -> Samples:
-    """Packing `concat`: documents end to end, a new sample every `seq_len` tokens."""
+    """Pack as `concat`: concatenate documents, and begin a new sample every `seq_len` tokens."""
     ids, lengths, tokens = _with_end(texts, frame, min_tokens)
-    sizes, pieces = array("q"), array("q")  # of each sample; document, begin and end of each piece
+    # Number of pieces of each sample; document, begin and end of each piece.
+    sizes, pieces = array("q"), array("q")
     room = 0
     begin = 0
     for document, length in enumerate(lengths.tolist()):
         position, end = begin, begin + length
         while position < end:
+            # The frame alone would fill the rest of the sample.
             if room <= frame.num_tokens:
                 sizes.append(0)
                 room = seq_len
@@ -90,19 +94,21 @@ def pack_concat(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) ->
             room -= take + frame.num_tokens
         begin = end
     fragments = _numbered(ids, np.array(pieces).reshape(-1, 3))
-    return _gather(np.array(sizes), np.arange(len(pieces) // 3), fragments, tokens, frame)
+    return _make_samples(np.array(sizes), np.arange(len(pieces) // 3), fragments, tokens, frame)
 
 
 def pack_best_fit(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) -> Samples:
-    """Packing `best_fit`: only documents longer than a sample are cut; then best-fit decreasing.
+    """Pack as `best_fit`: divide only documents longer than a sample, then pack best-fit
+    decreasing.
 
-    Each fragment, from the longest on, goes to the fullest sample that has room for it.
+    Each fragment, longest first, goes to the fullest sample that has room for it.
     """
     fragments, tokens = _fragments(texts, frame, seq_len, min_tokens)
     lengths = fragments.ends - fragments.begins + frame.num_tokens
     bins: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(seq_len + 1)]
-    rooms: list[int] = []  # the sizes of room that some sample has, sorted
+    # Sorted sizes of room that some sample has; bisection finds the fullest sample that fits.
+    rooms: list[int] = []
     for fragment in np.argsort(-lengths, kind="stable").tolist():
         need = int(lengths[fragment])
         at = bisect.bisect_left(rooms, need)
@@ -122,12 +128,13 @@ def pack_best_fit(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) 
             by_room[left].append(target)
     sizes = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
     order = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=int(sizes.sum()))
+    # Freed before the samples are built: Python lists take many times their memory.
     del bins, by_room
-    return _gather(sizes, order, fragments, tokens, frame)
+    return _make_samples(sizes, order, fragments, tokens, frame)
 
 
 def _with_end(texts: Texts, frame: Frame, min_tokens: int) -> tuple[U64, Ints, Tokens]:
-    """The documents of at least `min_tokens` tokens, each with the frame's end."""
+    """Return the documents of at least `min_tokens` tokens, each followed by the frame's end."""
     texts = texts.where(texts.lengths >= min_tokens)
     lengths, tokens = texts.lengths, texts.tokens
     if frame.end:
@@ -140,7 +147,7 @@ def _with_end(texts: Texts, frame: Frame, min_tokens: int) -> tuple[U64, Ints, T
 def _fragments(
     texts: Texts, frame: Frame, seq_len: int, min_tokens: int
 ) -> tuple[_Fragments, Tokens]:
-    """Documents cut into fragments that fit a sample; those under `min_tokens` are left out."""
+    """Divide documents into fragments that fit a sample; leave out those below `min_tokens`."""
     ids, lengths, tokens = _with_end(texts, frame, min_tokens)
     size = seq_len - frame.num_tokens
     counts = -(-lengths // size)
@@ -148,16 +155,17 @@ def _fragments(
     begins = np.repeat(np.cumsum(lengths) - lengths, counts) + number * size
     ends = np.minimum(begins + size, np.repeat(np.cumsum(lengths), counts))
     text_ends = np.repeat(np.cumsum(lengths) - len(frame.end), counts)
+    # The frame's end does not count towards `min_tokens`.
     kept = np.minimum(ends, text_ends) - begins >= min_tokens
     fragment_ids = combine(np.repeat(ids, counts), number.astype(np.uint64))
     return _Fragments(fragment_ids[kept], begins[kept], ends[kept]), tokens
 
 
 def _numbered(ids: U64, table: Ints) -> _Fragments:
-    """Fragments named by their document and their number in it.
+    """Return fragments with ids of their document and their number in it.
 
     Args:
-        ids: of the documents.
+        ids: ids of the documents.
         table: document, begin and end of each fragment, shape [n, 3].
     """
     document = table[:, 0]
@@ -167,23 +175,23 @@ def _numbered(ids: U64, table: Ints) -> _Fragments:
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:
-    """All indices start .. start + length - 1, range after range."""
+    """Return all indices start .. start + length - 1, range after range."""
     before = np.cumsum(lengths) - lengths
     ranges: Ints = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
     return ranges
 
 
-def _gather(
+def _make_samples(
     sizes: Ints, order: Ints, fragments: _Fragments, tokens: Tokens, frame: Frame
 ) -> Samples:
-    """Samples out of fragments, each fragment in its frame.
+    """Build samples from fragments, each with its frame.
 
     Args:
-        sizes: fragments in each sample.
-        order: the fragments of all samples, end to end.
-        fragments: all there are.
-        tokens: that they are parts of.
-        frame: around each.
+        sizes: number of fragments in each sample.
+        order: fragments of all samples, end to end.
+        fragments: all fragments.
+        tokens: tokens of which the fragments are ranges.
+        frame: frame of each fragment.
     """
     begins = fragments.begins[order]
     lengths = fragments.ends[order] - begins
@@ -192,22 +200,23 @@ def _gather(
     firsts = lasts - sizes
     bounds = np.concatenate([[0], ends])[np.concatenate([[0], lasts])]
     starts = (ends - lengths - frame.num_tokens - np.repeat(bounds[:-1], sizes)).astype("<i4")
+    # The first piece of a sample starts at 0, which is not stored.
     inner = zip((firsts + 1).tolist(), lasts.tolist(), strict=True)
     return Samples(
         ids=fragments.ids[order[firsts]],
         lengths=np.diff(bounds),
-        tokens=_framed(begins, lengths, tokens, frame),
+        tokens=_add_frames(begins, lengths, tokens, frame),
         extras=tuple(starts[first:last].tobytes() for first, last in inner),
     )
 
 
-def _framed(begins: Ints, lengths: Ints, tokens: Tokens, frame: Frame) -> Tokens:
-    """Ranges of tokens, each in its frame, end to end."""
+def _add_frames(begins: Ints, lengths: Ints, tokens: Tokens, frame: Frame) -> Tokens:
+    """Return ranges of tokens, each in its frame, end to end."""
     framed = lengths + frame.num_tokens
     ends = np.cumsum(framed)
     texts_at = ends - framed + len(frame.prefix)
     out = np.empty(int(framed.sum()), dtype=tokens.dtype)
-    # some at a time: indices take many times the memory of the tokens that they stand for
+    # In blocks, because indices take many times the memory of their tokens.
     cuts = np.searchsorted(ends, np.arange(0, len(out), _TOKENS_AT_ONCE)).tolist()
     for first, last in pairwise([*cuts, len(lengths)]):
         some = slice(first, last)

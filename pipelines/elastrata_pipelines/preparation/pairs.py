@@ -14,27 +14,30 @@ from elastrata_pipelines.preparation.samples import Ints, Samples, Tokens, pair_
 
 _SENTENCE_END = re.compile(r"""(?<=[.!?])\s+|(?<=[.!?]["')\]])\s+|\n+""")
 _CUT, _RANDOM = 1, 2
-_LEAST_SHARE = 8  # the second part may always have an eighth of the room
+# The second part always gets at least an eighth of the room.
+_LEAST_SHARE = 8
 
 
 @dataclass(frozen=True)
 class PairFrame:
-    """The ids a tokenizer puts around a pair: prefix A middle B suffix."""
+    """Token ids that a tokenizer adds to a pair: prefix A middle B suffix."""
 
     prefix: tuple[int, ...]
     middle: tuple[int, ...]
     suffix: tuple[int, ...]
     has_segments: bool = True
-    """Whether the tokenizer gives B and the suffix type 1, all before type 0, as training does."""
+    """Whether the tokenizer gives type 1 to B and the suffix, and type 0 to the rest, as
+    training does."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a pair that belong to neither text."""
+        """Number of tokens of a pair that belong to neither text."""
         return len(self.prefix) + len(self.middle) + len(self.suffix)
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences by their final punctuation, and lines; a rule of thumb, good enough for pairs."""
+    """Split a text into sentences at final punctuation and line ends."""
+    # A heuristic, which is good enough for pairs.
     return [part for part in _SENTENCE_END.split(text) if part and not part.isspace()]
 
 
@@ -47,22 +50,21 @@ def make_pairs(
     min_tokens: int,
     dtype: np.dtype[Any],
 ) -> Samples:
-    """Pairs out of documents, each a list of tokenised sentences.
+    """Make pairs from documents, which are lists of tokenised sentences.
 
-    Consecutive sentences are gathered until they fill a sample and cut in two at a random place, a
-    seam. Seams of different documents with second parts of like sizes are partners; by the toss of
-    a coin, both keep their second parts or exchange them. All lengths are settled before the toss,
-    so that they tell nothing of it, and next to no text is lost or used twice by it. All choices
-    are hashes of (document, pair number).
+    Consecutive sentences are collected until they fill a sample, and divided at a random place, a
+    seam. Seams of different documents whose second parts have similar sizes become partners. A
+    random bit decides whether partners keep their second parts or exchange them. All choices are
+    hashes of (document, pair number).
 
     Args:
-        documents: per document its sentences' ids; one of a single sentence is cut in its middle,
-            one of a single token yields nothing.
+        documents: token ids of each document's sentences. A single sentence is divided in the
+            middle, and a document of one token yields nothing.
         ids: identity of each document.
         frame: the tokenizer's frame of a pair.
-        seq_len: no pair has more tokens.
-        min_tokens: pairs with fewer tokens, the frame's not counted, are left out.
-        dtype: type of the tokens.
+        seq_len: maximum number of tokens in a pair.
+        min_tokens: minimum number of tokens in a pair, without those of the frame.
+        dtype: integer type of the tokens.
     """
     room = seq_len - frame.num_tokens
     seams = [
@@ -74,10 +76,12 @@ def make_pairs(
     framed: list[tuple[Tokens, bytes]] = []
     for number, partner in _partners(seams):
         seam = seams[number]
+        # All lengths are fixed before the random bit is drawn, so that they reveal nothing about
+        # it; and nearly no text is lost or used twice.
         first, second, is_next = _pair(seam, seams[partner], room)
         if len(first) + len(second) >= min_tokens:
             out_ids.append(seam.sample_id)
-            framed.append(_framed(first, second, is_next, frame, dtype))
+            framed.append(_add_frame(first, second, is_next, frame, dtype))
     return Samples(
         ids=np.array(out_ids, dtype=np.uint64),
         lengths=np.array([len(tokens) for tokens, _ in framed], dtype=np.int64),
@@ -86,10 +90,10 @@ def make_pairs(
     )
 
 
-def _framed(
+def _add_frame(
     first: Tokens, second: Tokens, is_next: bool, frame: PairFrame, dtype: np.dtype[Any]
 ) -> tuple[Tokens, bytes]:
-    """The pair's ids, and what else a shard stores of it."""
+    """Return the ids of a pair, and the other bytes that a shard stores of it."""
     parts = [frame.prefix, first, frame.middle, second, frame.suffix]
     tokens = np.concatenate([np.asarray(part, dtype=dtype) for part in parts])
     start = len(frame.prefix) + len(first) + len(frame.middle)
@@ -104,27 +108,30 @@ class _Seam:
     document: int
     first: Tokens
     following: Tokens
-    """To the end of the document."""
+    """Text after the seam, to the end of the document."""
     room: int
-    """For the second part."""
+    """Maximum number of tokens in the second part."""
 
     @property
     def shape(self) -> tuple[bool, int, int]:
-        """By which partners are found: second parts that end with their documents meet their like,
-        or the end of the text would tell them apart."""
+        """Sort key by which partners are found."""
         size = len(self.following)
+        # Second parts that end with their document are matched with each other; otherwise the end
+        # of the text would reveal which pairs are random.
         return size < self.room, min(size, self.room), self.sample_id
 
 
 def _seams(sentences: Sequence[Tokens], document: int, identity: int, room: int) -> Iterator[_Seam]:
-    tokens = np.concatenate([np.empty(0, np.uint16), *sentences])  # of their own type
+    # The empty array does not change the type of the tokens.
+    tokens = np.concatenate([np.empty(0, np.uint16), *sentences])
     if len(tokens) < 2:
         return
     bounds = _bounds(sentences)
     last = len(bounds) - 2
     begin = number = 0
     while begin <= last:
-        begin = min(begin, last - 1)  # a sentence left alone takes the one before it
+        # A last single sentence is joined with the one before it.
+        begin = min(begin, last - 1)
         filled = int(np.searchsorted(bounds, bounds[begin] + room))
         end = min(max(begin + 2, filled), last + 1)
         sample_id = combine_one(identity, number)
@@ -136,7 +143,8 @@ def _seams(sentences: Sequence[Tokens], document: int, identity: int, room: int)
 
 
 def _bounds(sentences: Sequence[Tokens]) -> Ints:
-    """Where each sentence begins, and the end of the last; a single sentence counts as two."""
+    """Return the start of each sentence, and the end of the last; a single sentence counts as
+    two."""
     lengths = [len(sentence) for sentence in sentences]
     if len(lengths) == 1:
         lengths = [lengths[0] // 2, lengths[0] - lengths[0] // 2]
@@ -144,12 +152,14 @@ def _bounds(sentences: Sequence[Tokens]) -> Ints:
 
 
 def _partners(seams: Sequence[_Seam]) -> Iterator[tuple[int, int]]:
-    """Each seam with its partner, of another document where there is one, in order of seams.
+    """Yield each seam with its partner, in order of seams; of another document if possible.
 
-    The last of an odd number takes a partner's partner; a seam alone has none and is left out.
+    With an odd number, the last seam shares the partner of another one. A single seam has no
+    partner, and is left out.
     """
     partners: dict[int, int] = {}
-    waiting: list[int] = []  # all of one document
+    # All of one document.
+    waiting: list[int] = []
     for number in sorted(range(len(seams)), key=lambda number: seams[number].shape):
         if waiting and seams[waiting[-1]].document != seams[number].document:
             other = waiting.pop()
@@ -168,7 +178,7 @@ def _draw(sample_id: int, purpose: int) -> float:
 
 
 def _pair(seam: _Seam, partner: _Seam, room: int) -> tuple[Tokens, Tokens, bool]:
-    """First part, second part, and whether that is the next one."""
+    """Return the first part, the second part, and whether the second one follows the first."""
     size = min(seam.room, len(seam.following), len(partner.following))
     is_next = _draw(min(seam.sample_id, partner.sample_id), _RANDOM) < 0.5
     second = (seam if is_next else partner).following[:size]

@@ -1,6 +1,7 @@
-"""Pieces: whole documents of one file, as they lie there.
+"""Pieces: byte ranges of a file that contain whole documents.
 
-Reading only finds a place to cut; what is inside is looked at by whoever gets the piece.
+Reading only finds places at which a file can be divided; the process that receives a piece parses
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from elastrata_pipelines.storage import is_local
 
 _BLOCKS_PER_PORTION = 8
 _PACKED_BYTES = 2**16
-_SPARE_BYTES = 2**12  # memory by the hundred thousand is asked of the system, and takes time
+# Small files are read with small buffers: allocations of hundreds of kilobytes are requested from
+# the system, which takes time.
+_SPARE_BYTES = 2**12
 _FREE_EXPANSION_BYTES, _MAX_EXPANSION = 2**26, 200
 _LARGE_BYTES = 2**20
 _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
@@ -39,27 +42,28 @@ class Piece:
 
     file: SourceFile
     first: int
-    """Line (from 0), or Parquet row, at which it begins."""
+    """Line or Parquet row at which the piece begins, counted from 0."""
     offset: int
-    """Byte at which it begins in the uncompressed file."""
+    """Byte at which the piece begins in the uncompressed file."""
     data: bytes | memoryview
-    """As it passes from process to process; a large one is not copied on the way."""
+    """Content; large content is passed between processes without a copy."""
     ends: tuple[int, ...] | None = None
-    """Parquet: where each row's text ends in `data`."""
+    """Parquet: end of each row's text in `data`."""
     missing: tuple[int, ...] = ()
-    """Parquet: rows, counted from `first`, that have no text."""
+    """Parquet: rows without text, counted from `first`."""
 
     def __getstate__(self) -> dict[str, Any]:
         large = len(self.data) >= _LARGE_BYTES
+        # A PickleBuffer can be passed out of band, which spares a copy.
         return self.__dict__ | ({"data": PickleBuffer(self.data)} if large else {})
 
 
 class DocumentTooLongError(Exception):
-    """A document over the limit; the message is the problem's line."""
+    """A document exceeds the limit; the message is the line about the problem."""
 
 
 def too_long(file: SourceFile, line: int, max_document_bytes: int) -> str:
-    """The problem of a document over the limit that begins in `line` (from 0)."""
+    """Return the message for an overlong document that begins in `line` (from 0)."""
     place = f"row {line}" if file.kind == "parquet" else f"line {line + 1}"
     return (
         f"{file.shown}: the document that begins at {place} is longer than max_document_bytes "
@@ -70,12 +74,14 @@ def too_long(file: SourceFile, line: int, max_document_bytes: int) -> str:
 
 @contextmanager
 def uncompressed(stored: Any, compression: str | None) -> Iterator[BinaryIO]:
-    """Read what is compressed in a stream."""
+    """Yield a stream of the uncompressed content of `stored`."""
     if compression == "gzip":
         with gzip.open(stored, "rb") as stream:
             yield cast(BinaryIO, stream)
     elif compression in _DECOMPRESSORS:
-        yield cast(BinaryIO, BufferedReader(_Streams(stored, _DECOMPRESSORS[compression])))
+        yield cast(
+            BinaryIO, BufferedReader(_ConcatenatedStreams(stored, _DECOMPRESSORS[compression]))
+        )
     elif compression == "zstd":
         with pa.CompressedInputStream(pa.PythonFile(stored, "r"), "zstd") as stream:
             yield cast(BinaryIO, stream)
@@ -83,10 +89,11 @@ def uncompressed(stored: Any, compression: str | None) -> Iterator[BinaryIO]:
         yield stored
 
 
-class _Streams(RawIOBase):
-    """Compressed streams one after another, whole: `bz2.open` and `lzma.open` take the first bytes
-    that are none of theirs, as in a damaged second stream, for the end."""
+class _ConcatenatedStreams(RawIOBase):
+    """Reader of concatenated compressed streams."""
 
+    # Needed because `bz2.open` and `lzma.open` take foreign bytes, as in a damaged second stream,
+    # for the end of the file, and silently drop what follows.
     def __init__(self, stored: Any, new: Callable[[], Any]) -> None:
         self._stored, self._new, self._stream = stored, new, new()
 
@@ -97,7 +104,8 @@ class _Streams(RawIOBase):
         while True:
             packed = b""
             if self._stream.eof:
-                packed = self._stream.unused_data.lstrip(b"\0")  # xz may be padded with zeros
+                # xz files may be padded with zeros.
+                packed = self._stream.unused_data.lstrip(b"\0")
                 while not packed:
                     if not (block := self._stored.read(_PACKED_BYTES)):
                         return 0
@@ -112,19 +120,21 @@ class _Streams(RawIOBase):
 
 _DECOMPRESSORS: dict[str | None, Callable[[], Any]] = {
     "bz2": bz2.BZ2Decompressor,
-    # zeros would be an empty stream of the older .lzma format
+    # In the older .lzma format, zeros would be an empty stream.
     "xz": partial(lzma.LZMADecompressor, format=lzma.FORMAT_XZ),
 }
 
 
 def open_stored(url: str) -> Any:
-    """Open a file of a source for reading, as it is stored."""
+    """Open a file of a source for reading, without decompression."""
     if is_local(url):
         return open_regular(url)
     protocol, _ = split_protocol(url)
-    if "::" in protocol:  # a chain of URLs, as it was configured
+    # A chain of URLs, as it was configured.
+    if "::" in protocol:
         fs, path = url_to_fs(url)
-    else:  # a name in the store may hold `::` as well
+    else:
+        # A file name in the store may contain `::`, too.
         fs, _ = url_to_fs(url.partition("::")[0])
         path = fs._strip_protocol(url)
     return fs.open(path, "rb")
@@ -133,31 +143,31 @@ def open_stored(url: str) -> Any:
 def text_pieces(
     file: SourceFile, stream: Any, config: SourceConfig, size: int, max_document_bytes: int
 ) -> Iterator[Piece]:
-    """The pieces of a text or JSON Lines file, each of about `size` bytes.
+    """Yield the pieces of a text or JSON Lines file, each of about `size` bytes.
 
     Args:
-        file: whose text it is.
-        stream: of its uncompressed bytes, from the first on.
-        config: of the source.
-        size: of a piece, about.
-        max_document_bytes: a longer document is refused.
+        file: the file.
+        stream: stream of its uncompressed bytes, from the first byte on.
+        config: configuration of the source.
+        size: approximate size of a piece.
+        max_document_bytes: maximum size of a document.
 
     Raises:
         DocumentTooLongError: a document is longer than `max_document_bytes`.
-        Exception: of a file that cannot be read, whatever its store or its compression raises.
+        Exception: any error of the store or compression if the file cannot be read.
     """
-    cut = _cutter(file, config)
+    find_cut = _make_cut_finder(file, config)
     line = offset = 0
     buffer = b""
     while True:
-        block = stream.read(_asked(file, offset, len(buffer), size // _BLOCKS_PER_PORTION))
+        block = stream.read(_bytes_to_read(file, offset, len(buffer), size // _BLOCKS_PER_PORTION))
         buffer += block
-        at = cut(buffer) if block else len(buffer)
-        if at:
-            yield Piece(file=file, first=line, offset=offset, data=buffer[:at])
-            line += buffer.count(b"\n", 0, at)
-            offset += at
-            buffer = buffer[at:]
+        end = find_cut(buffer) if block else len(buffer)
+        if end:
+            yield Piece(file=file, first=line, offset=offset, data=buffer[:end])
+            line += buffer.count(b"\n", 0, end)
+            offset += end
+            buffer = buffer[end:]
         if not block:
             return
         refuse_bomb(file, offset + len(buffer))
@@ -165,19 +175,20 @@ def text_pieces(
             raise DocumentTooLongError(too_long(file, line, max_document_bytes))
 
 
-def _asked(file: SourceFile, offset: int, buffered: int, least: int) -> int:
-    """Bytes to read next: as many again as are there without a place to cut them."""
-    asked = max(least, buffered)
+def _bytes_to_read(file: SourceFile, offset: int, buffered: int, least: int) -> int:
+    """Return the number of bytes to read next: at least as many as are buffered."""
+    # Doubling the buffer keeps the time linear for a document of any length.
+    wanted = max(least, buffered)
     if file.compression:
-        return asked
-    return min(asked, max(file.bytes - offset - buffered, 0) + _SPARE_BYTES)
+        return wanted
+    return min(wanted, max(file.bytes - offset - buffered, 0) + _SPARE_BYTES)
 
 
 def refuse_bomb(file: SourceFile, unpacked: int) -> None:
-    """Check how many bytes a file has given.
+    """Check how many bytes a compressed file has produced.
 
     Raises:
-        OSError: it is compressed, and they are many more than it has.
+        OSError: the file is compressed and expands too much.
     """
     most = _FREE_EXPANSION_BYTES + _MAX_EXPANSION * file.bytes
     if file.compression and unpacked > most:
@@ -187,22 +198,23 @@ def refuse_bomb(file: SourceFile, unpacked: int) -> None:
         )
 
 
-def _cutter(file: SourceFile, config: SourceConfig) -> Any:
-    """A function that finds the last place in a buffer where a document surely ends, else 0."""
+def _make_cut_finder(file: SourceFile, config: SourceConfig) -> Any:
+    """Return a function that finds the last document end in a buffer, or 0."""
     if file.kind == "jsonl":
         return lambda buffer: buffer.rfind(b"\n") + 1
     if config.document_start is not None:
         starts = re.compile(config.document_start)
-        return lambda buffer: _last_start(buffer, starts)
+        return lambda buffer: _find_last_start(buffer, starts)
     return {
         "file": lambda buffer: 0,
         "line": lambda buffer: buffer.rfind(b"\n") + 1,
-        "paragraph": _last_blank_line,
+        "paragraph": _find_last_blank_line,
     }[config.documents]
 
 
-def _last_start(buffer: bytes, starts: re.Pattern[str]) -> int:
-    end = buffer.rfind(b"\n")  # the last line may be half read
+def _find_last_start(buffer: bytes, starts: re.Pattern[str]) -> int:
+    # The last line may be incomplete.
+    end = buffer.rfind(b"\n")
     while end > 0:
         begin = buffer.rfind(b"\n", 0, end) + 1
         if begin and starts.match(buffer[begin:end].decode(errors="replace")):
@@ -211,8 +223,8 @@ def _last_start(buffer: bytes, starts: re.Pattern[str]) -> int:
     return 0
 
 
-def _last_blank_line(buffer: bytes) -> int:
-    """The end of the last blank line after which more is known to follow."""
+def _find_last_blank_line(buffer: bytes) -> int:
+    """Return the end of the last blank line that is followed by more text, or 0."""
     tail = 2**16
     while True:
         matches = list(_BLANK_LINE.finditer(buffer, max(0, len(buffer) - tail)))

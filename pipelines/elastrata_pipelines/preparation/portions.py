@@ -1,7 +1,6 @@
 """Portions: consecutive documents of a few files, the unit of all work on a corpus.
 
-A portion depends on the files alone, never on how many processes read them. Reading only finds a
-place to cut; what is inside is looked at by whoever gets the portion.
+A portion depends on the files only, never on the number of processes.
 """
 
 from __future__ import annotations
@@ -26,32 +25,31 @@ _MAX_FILES = 2**14
 
 @dataclass(frozen=True)
 class Portion:
-    """Some documents of one source, and what kept further ones from being read."""
+    """Documents of one source, and the problems that kept others from being read."""
 
     pieces: tuple[Piece, ...]
     problems: tuple[str, ...] = ()
     left_out: int = 0
-    """Files, and members of archives, that cannot be read, where these are skipped."""
+    """Number of skipped files and archive members that cannot be read."""
 
     @property
     def bytes(self) -> int:
-        """Size of the text."""
+        """Size of the text in bytes."""
         return sum(len(piece.data) for piece in self.pieces)
 
 
 def portion_bytes(total_bytes: int) -> int:
-    """Text in a portion, in bytes: larger for a larger corpus, so that portions stay countable."""
+    """Return the bytes of text in a portion."""
+    # Proportional to the corpus, which bounds the number of portions.
     return min(max(total_bytes // _PORTIONS_AIMED_AT, _MIN_PORTION_BYTES), _MAX_PORTION_BYTES)
 
 
 def group_files(files: Sequence[SourceFile], size: int) -> list[tuple[SourceFile, ...]]:
-    """Consecutive files of one source, at least `size` bytes of them where there are as many.
-
-    Very small files end a group by their number, as each of them takes memory besides its text.
-    """
+    """Group consecutive files of one source into groups of at least `size` bytes, if possible."""
     groups: list[list[SourceFile]] = []
     filled = 0
     for file in files:
+        # The number of files is limited as well, since every file takes memory besides its text.
         fits = filled < size and groups and len(groups[-1]) < _MAX_FILES
         if not fits or file.source != groups[-1][0].source:
             groups.append([])
@@ -69,17 +67,16 @@ def read_portions(
     max_document_bytes: int,
     skip: bool = False,
 ) -> Iterator[Portion]:
-    """Reads files of one source in portions of about `size` bytes.
+    """Yield the content of files of one source in portions of about `size` bytes.
 
-    A file that cannot be read to its end becomes a problem of its portion; the next ones are read.
+    A file that cannot be read to its end becomes a problem of its portion, and reading continues.
 
     Args:
-        files: of the source.
-        config: of the source.
-        size: of a portion.
+        files: files of the source.
+        config: configuration of the source.
+        size: approximate size of a portion.
         max_document_bytes: a longer document is a problem.
-        skip: leave out, whole, a file that cannot be read. One that can be damaged inside is read
-            to its end first, as its documents go to other processes before its end is known.
+        skip: skip unreadable files completely.
     """
     pieces: list[Piece] = []
     problems: list[str] = []
@@ -89,6 +86,8 @@ def read_portions(
         begun = False
         try:
             refused: set[str] = set()
+            # These files can be damaged in the middle. They are read twice, because their first
+            # documents are passed on before the end is reached.
             if skip and (file.compression or file.kind == "parquet" or names_archive(file)):
                 refused = {one.name for one in reader.pieces(file) if isinstance(one, Refused)}
             for piece in replace(reader, refused=refused).pieces(file):
@@ -105,7 +104,8 @@ def read_portions(
                     pieces, problems, filled, left_out = [], [], 0, 0
         except DocumentTooLongError as error:
             problems.append(str(error))
-        except Exception as error:  # every store, compression and format has its own
+        # Every store, compression and format raises errors of other classes.
+        except Exception as error:
             if skip and not begun:
                 left_out += 1
             else:
@@ -115,42 +115,42 @@ def read_portions(
 
 
 Place = tuple[int, int]
-"""Of a portion in the corpus: its group, and its number there."""
+"""Place of a portion in the corpus: the number of its group, and its number in the group."""
 Repeats = npt.NDArray[np.uint8]
-"""By document of a portion that passes the filters: 0, or why it is left out."""
+"""Mark of each document that passes the filters: 0 to keep it, or the number of a reason."""
 _NONE = np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Files that one process reads."""
+    """Files that are read by one process."""
 
     number: int
     files: tuple[SourceFile, ...]
     repeats: Mapping[int, Repeats] | None = None
-    """By number of its portions; None: nobody has asked."""
+    """Marks by number of the portion; None before duplicates are looked for."""
 
 
 @dataclass(frozen=True)
 class NumberedPortion:
-    """A portion and its place in the corpus."""
+    """A portion with its place in the corpus."""
 
     place: Place
     source: int
     portion: Portion
     repeats: Repeats | None = None
-    """Which of its documents have been there before; None: nobody has asked."""
+    """Marks of its documents; None before duplicates are looked for."""
 
 
 @dataclass(frozen=True)
 class ReadWork:
-    """Reads a group of files in portions."""
+    """Task that reads a group of files in portions."""
 
     config: PrepareConfig
     portion_bytes: int
 
     def __call__(self, group: Group) -> Iterator[NumberedPortion]:
-        """The portions, in order."""
+        """Yield the portions, in order."""
         source = group.files[0].source
         portions = read_portions(
             group.files,

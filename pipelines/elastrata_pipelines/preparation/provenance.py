@@ -1,4 +1,4 @@
-"""What a data set was made from, kept beside its manifest, and the documents that were left out."""
+"""Provenance: records the origin of a data set, and counts skipped documents by reason."""
 
 from __future__ import annotations
 
@@ -18,43 +18,45 @@ if TYPE_CHECKING:
 
 PROVENANCE = "preparation.json"
 _SHOWN = 12
-_SWITCHED_OFF = {"switched_off"}  # earlier versions, which had none, write the same bytes
+# Left out if empty, so that the bytes are those of earlier versions, which did not have the field.
+_SWITCHED_OFF = {"switched_off"}
 
 
 class FilesOfSource(Record):
-    """The files of a source."""
+    """Files of a source."""
 
     files: int
     bytes: int
     sha256: str
-    """A digest of their names, sizes and contents."""
+    """Digest of their names, sizes and contents."""
 
 
 class Provenance(Record):
-    """The origin of a data set, as far as its manifest does not say it."""
+    """Origin of a data set, beyond the content of its manifest."""
 
     configuration: dict[str, Any]
-    """The configuration of the preparation, without paths; of a loaded tokenizer its
-    fingerprint."""
+    """Configuration of the preparation, without paths, and with the fingerprint of a loaded
+    tokenizer."""
     files: dict[str, FilesOfSource]
-    """By the names of the sources."""
+    """Files of each source, by name."""
     unknown_tokens: dict[str, int] | None = None
-    """By the names of the sources; None where the tokenizer knows all text."""
+    """Unknown tokens of each source, by name; None if the tokenizer knows all text."""
 
     switched_off: tuple[str, ...] = ()
-    """Settings of the loaded tokenizer that drew ids at random, such as `dropout 0.1`."""
+    """Settings of the loaded tokenizer that made ids random, such as `dropout 0.1`."""
 
     def to_json(self) -> bytes:
-        """The bytes of its file in the folder of a data set."""
+        """Return the content of the file in the data set's folder."""
         values = self.model_dump(mode="json", exclude=None if self.switched_off else _SWITCHED_OFF)
         return json.dumps(values, indent=1, sort_keys=True).encode()
 
     @classmethod
     def read(cls, storage: Storage) -> Self | None:
-        """That of a data set; None where an earlier version made it, which kept none.
+        """Return the provenance of a data set; None if an earlier version made it, which stored
+        none.
 
         Raises:
-            UserError: it is torn or altered.
+            UserError: the file is incomplete or altered.
         """
         try:
             return read_record(cls, storage, PROVENANCE)
@@ -62,22 +64,25 @@ class Provenance(Record):
             return None
 
     def differences(self, asked: Provenance) -> list[str]:
-        """Keys in which another one differs, with both values, a line each."""
-        lines = list(_differences(self.configuration, asked.configuration))
+        """Return one line, with both values, for each key in which the other provenance differs."""
+        lines = list(_compare(self.configuration, asked.configuration))
         for name in {**self.files, **asked.files}:
-            there, wanted = self.files.get(name), asked.files.get(name)
-            if there and wanted and there != wanted:
-                lines.append(f"files of {name}: {_in_words(there)}, now {_in_words(wanted)}")
+            existing, wanted = self.files.get(name), asked.files.get(name)
+            # Added and removed sources are differences of the configuration already.
+            if existing and wanted and existing != wanted:
+                lines.append(
+                    f"files of {name}: {_describe_files(existing)}, now {_describe_files(wanted)}"
+                )
         more = len(lines) - _SHOWN
         return [*lines[:_SHOWN], f"and {more} more differences"] if more > 0 else lines
 
 
-def _in_words(files: FilesOfSource) -> str:
+def _describe_files(files: FilesOfSource) -> str:
     return f"{files.files:,} of {files.bytes:,} bytes ({files.sha256[:8]})"
 
 
-def _differences(there: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
-    old, new = dict(_flat("", there)), dict(_flat("", asked))
+def _compare(existing: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
+    old, new = dict(_flatten("", existing)), dict(_flatten("", asked))
     for key in sorted({**old, **new}):
         before, now = (json.dumps(values[key]) if key in values else "not there"
                        for values in (old, new))  # fmt: skip
@@ -85,12 +90,12 @@ def _differences(there: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: {before}, now {now}"
 
 
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Values by dotted keys."""
+def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield values with dotted keys."""
     if isinstance(value, dict | list) and value:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, inside in items:
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), inside)
+            yield from _flatten(f"{prefix}.{key}" if prefix else str(key), inside)
     else:
         yield prefix, value
 
@@ -105,16 +110,17 @@ _REASONS = {
     "not text": ", not text",
     "half of a surrogate pair": "surrogate pair",
 }
-"""The words of a problem by which each reason is known."""
+"""Regular expressions by which the reason of a problem is recognised."""
 OTHER = "other"
 NOT_A_FILE = "not a file"
-"""Pipes, devices and broken links in folders."""
+"""Reason for pipes, devices and broken links in folders."""
 UNREADABLE = "unreadable file"
-"""Files that are damaged, cut off, not to be opened, or without the column; counted as one each."""
+"""Reason for files that are damaged, truncated, inaccessible, or without the column; each counts
+once."""
 
 
 def count_reasons(problems: Iterable[str]) -> dict[str, int]:
-    """How many of the problems of documents have each reason."""
+    """Return the number of problems of documents by reason."""
     return dict(Counter(map(_reason, problems)))
 
 
@@ -126,7 +132,7 @@ def _reason(problem: str) -> str:
 
 
 def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The sum of counts by reason, the commonest reason first."""
+    """Return the sum of counts by reason, most frequent first."""
     summed: Counter[str] = Counter()
     for count in counts:
         summed.update(count)
@@ -134,14 +140,14 @@ def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def in_words(counts: Mapping[str, int]) -> str:
-    """Counts by reason for people."""
+    """Return counts by reason as text."""
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
 
 
 def barren_sources(
     config: PrepareConfig, results: Sequence[Tokenized | TrainingText]
 ) -> Iterator[str]:
-    """One line for each source all of whose portions are empty."""
+    """Yield one line for each source whose portions are all empty."""
     for number, source in enumerate(config.all_sources):
         portions = [portion for portion in results if portion.source == number]
         if not all(portion.is_empty for portion in portions):

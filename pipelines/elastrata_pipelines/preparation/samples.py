@@ -1,4 +1,4 @@
-"""Samples: tokenised sequences end to end, on their way from the tokenizer to a shard."""
+"""Samples: tokenised sequences, end to end, between the tokenizer and a shard."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ Tokens = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """n samples of T tokens in all."""
+    """n samples with T tokens in total."""
 
     ids: U64
     """Shape [n]."""
     lengths: Ints
     """Shape [n]; sums to T."""
     tokens: Tokens
-    """Shape [T], the data set's token type."""
+    """Shape [T], of the data set's token type."""
     extras: tuple[bytes, ...] | None = None
-    """Per sample what else a shard stores of it: packed data the boundaries (int32 each), pairs
-    the start of the second sentence (int32) and whether it is the next one (one byte)."""
+    """Other bytes that a shard stores of each sample. Packed data: the boundaries (int32 each).
+    Pairs: start of the second sentence (int32), and whether it follows the first (one byte)."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 def concatenate(parts: Sequence[Samples]) -> Samples:
-    """The samples of all parts, in order; at least one part."""
+    """Return the samples of all parts, in order; at least one part is required."""
     if len(parts) == 1:
         return parts[0]
     extras = [part.extras for part in parts if part.extras is not None]
@@ -49,7 +49,7 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
 
 
 def pair_extra(second_start: int, is_next: bool) -> bytes:
-    """The bytes that a shard stores of a sentence pair."""
+    """Return the bytes that a shard stores of a sentence pair."""
     return second_start.to_bytes(4, "little") + bytes([is_next])
 
 
@@ -62,12 +62,13 @@ def stripe_table(
     packed: bool,
     pairs: bool,
 ) -> pa.Table:
-    """A stripe as a shard stores it; the arguments are in stored order, one entry per sample."""
+    """Return a stripe as a shard stores it; arguments are in stored order, one entry per sample."""
     columns: list[pa.Array] = [pa.array(ids), pa.array(lengths.astype(np.int32)), _binary(tokens)]
     if packed:
         columns.append(_binary(extras))
     if pairs:
         both = np.frombuffer(b"".join(extras), dtype=[("start", "<i4"), ("next", "?")])
+        # Copies, because fields of a structured array are strided.
         columns += [pa.array(both["start"].copy()), pa.array(both["next"].copy())]
     return pa.Table.from_arrays(columns, schema=shard_schema(packed=packed, pairs=pairs))
 

@@ -1,8 +1,7 @@
-"""Screening: which documents of a corpus stay, before any of them is tokenised.
+"""Screening: selects the documents of a corpus that are kept, before any of them is tokenised.
 
-The filters of a document ask nothing of the others. What has been said by an earlier document only
-the whole corpus tells: its portions are read once for that alone, and give the driver a hash, or a
-signature, of each document that passes the filters.
+Filters judge every document alone. Duplicates need the whole corpus: its portions are read once in
+advance, and give the driver a hash or signature of each document that passes the filters.
 """
 
 from __future__ import annotations
@@ -34,57 +33,58 @@ from elastrata_pipelines.preparation.provenance import UNREADABLE, count_reasons
 
 TRAINING, HELD_OUT = 0, 1
 _REASONS = ("", DUPLICATE, NEAR_DUPLICATE)
-"""By number in `Repeats`."""
+"""Reasons by their number in `Repeats`."""
 
 
 @dataclass
 class Passed:
-    """The documents of a portion that pass the filters."""
+    """Documents of a portion that pass the filters."""
 
     documents: list[Document] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
-    """Others, by reason."""
+    """Number of other documents, by reason."""
     problems: list[str] = field(default_factory=list)
-    """A line for each document that a filter could not tell of."""
+    """One line for each document on which a filter failed."""
 
 
 def passed(config: PrepareConfig, source: str, documents: Sequence[Document]) -> Passed:
-    """Asks the filters.
+    """Apply the filters to documents.
 
     Args:
-        config: of the preparation.
-        source: the name of theirs.
-        documents: of a portion.
+        config: configuration of the preparation.
+        source: name of the documents' source.
+        documents: documents of a portion.
     """
-    ask, found = _filters(config.filters, source), Passed()
+    apply_filters, result = _make_filters(config.filters, source), Passed()
     for document in documents:
-        verdict = ask(document.text)
+        verdict = apply_filters(document.text)
         if verdict is None:
-            found.documents.append(document)
+            result.documents.append(document)
         elif verdict.problem:
-            found.problems.append(f"{document.file}:{document.line + 1}: {verdict.problem}")
+            result.problems.append(f"{document.file}:{document.line + 1}: {verdict.problem}")
         else:
-            found.left_out[verdict.reason] += 1
-    return found
+            result.left_out[verdict.reason] += 1
+    return result
 
 
+# One per process: loading functions and compiling expressions takes time.
 @cache
-def _filters(configs: tuple[FilterConfig, ...], source: str) -> Filters:
+def _make_filters(configs: tuple[FilterConfig, ...], source: str) -> Filters:
     return Filters(configs, source)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prints:
-    """What tells the documents of a portion from others."""
+    """Hashes and signatures that identify the documents of a portion."""
 
     hashes: U64
-    """Of the normalised texts, shape [documents]."""
+    """Hashes of the normalised texts, shape [documents]."""
     signatures: Signatures | None
-    """For near duplicates, shape [documents, permutations]; None: these stay."""
+    """Signatures for near duplicates, shape [documents, permutations]; None if these are kept."""
 
 
 def prints(config: DeduplicationConfig, documents: Sequence[Document]) -> Prints:
-    """Those of documents that passed the filters.
+    """Return the hashes and signatures of documents that passed the filters.
 
     Raises:
         UserError: the library for near duplicates is not installed.
@@ -97,11 +97,11 @@ def prints(config: DeduplicationConfig, documents: Sequence[Document]) -> Prints
 
 
 def repeats(config: DeduplicationConfig, found: Mapping[Place, Prints]) -> dict[Place, Repeats]:
-    """Which documents have been there before, portion by portion.
+    """Return the marks of repeated documents for each portion.
 
     Args:
-        config: what counts as the same.
-        found: of all portions, in the order of the corpus.
+        config: criteria for equal documents.
+        found: hashes and signatures of all portions, in the order of the corpus.
     """
     parts = list(found.values())
     if not parts:
@@ -110,6 +110,7 @@ def repeats(config: DeduplicationConfig, found: Mapping[Place, Prints]) -> dict[
     sketches = [part.signatures for part in parts if part.signatures is not None]
     if sketches:
         left = np.flatnonzero(marks == 0)
+        # Exact duplicates are found already, and near ones are compared with kept documents only.
         near = near_duplicates(np.concatenate(sketches)[left], config.similarity)
         marks[left[near]] = _REASONS.index(NEAR_DUPLICATE)
     ends = np.cumsum([len(part.hashes) for part in parts])[:-1]
@@ -119,11 +120,12 @@ def repeats(config: DeduplicationConfig, found: Mapping[Place, Prints]) -> dict[
 def without_repeats(
     documents: Sequence[Document], marks: Repeats
 ) -> tuple[list[Document], Counter[str]]:
-    """The documents that stay, and how many do not, by reason.
+    """Return the documents that are kept, and the number of others by reason.
 
     Raises:
-        UserError: the text is not what it was when it was looked at.
+        UserError: the text changed after its documents were compared.
     """
+    # Marks belong to documents by position only.
     if len(documents) != len(marks):
         raise UserError("sources: the text changed while it was prepared; prepare it again")
     kept = [one for one, mark in zip(documents, marks.tolist(), strict=True) if not mark]
@@ -132,30 +134,30 @@ def without_repeats(
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The documents of a portion, for training and held out."""
+    """Documents of a portion, divided into training and held-out ones."""
 
     documents: tuple[list[Document], list[Document]]
     problems: tuple[str, ...]
-    """They end the preparation."""
+    """Problems that end the preparation."""
     skipped: dict[str, int]
-    """Documents left out, by reason."""
+    """Skipped documents, by reason."""
     least_draw: float
-    """The smallest `held_out_draw` of those for training; 1 without any."""
+    """Smallest `held_out_draw` of the training documents; 1 without training documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Screened:
-    """The documents of a portion that stay."""
+    """Documents of a portion that are kept."""
 
     documents: list[Document]
     problems: tuple[str, ...]
-    """They end the preparation."""
+    """Problems that end the preparation."""
     skipped: dict[str, int]
-    """Documents left out, by reason."""
+    """Skipped documents, by reason."""
 
 
 def screened(config: PrepareConfig, numbered: NumberedPortion) -> Screened:
-    """Reads a portion, and leaves out what is not to stay."""
+    """Read a portion, and select the documents that are kept."""
     source = config.all_sources[numbered.source]
     read = read_documents(numbered.portion, source, max_document_bytes=config.max_document_bytes)
     found = passed(config, str(source.name), read.documents)
@@ -167,31 +169,33 @@ def screened(config: PrepareConfig, numbered: NumberedPortion) -> Screened:
     if config.bad_documents == "fail":
         return Screened(documents=documents, problems=(*read.fatal, *bad), skipped=dict(left_out))
     files = {UNREADABLE: count} if (count := numbered.portion.left_out) else {}
+    # Files are counted apart from their documents, which are unknown.
     skipped = total([count_reasons(bad), files, left_out])
     return Screened(documents=documents, problems=read.fatal, skipped=skipped)
 
 
 def split(config: PrepareConfig, numbered: NumberedPortion) -> Split:
-    """Reads a portion: what stays of it, for training and held out."""
-    stay = screened(config, numbered)
+    """Read a portion, select documents, and divide them into training and held-out ones."""
+    kept = screened(config, numbered)
     parts: tuple[list[Document], list[Document]] = ([], [])
     fraction, least = config.held_out_fraction, 1.0
-    for document in stay.documents:
+    for document in kept.documents:
         draw = held_out_draw(document) if fraction else 1.0
+        # Sources after the training ones are held out completely.
         is_held_out = draw < fraction or numbered.source >= len(config.sources)
         parts[HELD_OUT if is_held_out else TRAINING].append(document)
         least = least if is_held_out else min(least, draw)
     return Split(
         documents=parts,
-        problems=stay.problems,
-        skipped=stay.skipped,
+        problems=kept.problems,
+        skipped=kept.skipped,
         least_draw=least,
     )
 
 
 @dataclass(frozen=True)
 class Printed:
-    """What tells the documents of a portion from others."""
+    """Hashes and signatures of a portion's documents, with its place in the corpus."""
 
     place: Place
     bytes: int
@@ -201,17 +205,17 @@ class Printed:
 
 @dataclass(frozen=True)
 class PrintWork:
-    """Finds what tells the documents of a portion from others."""
+    """Task that computes the hashes and signatures of a portion's documents."""
 
     config: PrepareConfig
     deduplication: DeduplicationConfig
 
     def __call__(self, numbered: NumberedPortion) -> Printed:
-        """Those of its documents that pass the filters."""
-        stay = screened(self.config, numbered)
+        """Return the hashes and signatures of the documents that pass the filters."""
+        kept = screened(self.config, numbered)
         return Printed(
             place=numbered.place,
             bytes=numbered.portion.bytes,
-            prints=prints(self.deduplication, stay.documents),
-            problems=stay.problems,
+            prints=prints(self.deduplication, kept.documents),
+            problems=kept.problems,
         )

@@ -1,7 +1,7 @@
-"""Shards: samples in stored order, stratified by length, gathered from the runs.
+"""Shards: brings samples into stored order, stratified by length, and writes them.
 
-A run is a file of records end to end, a record a sample's tokens and extras as raw bytes. The
-sizes of all records stay with the driver, so that a shard's share of a run is read as one range.
+A run is a file of concatenated records; a record contains a sample's tokens and extras as raw
+bytes.
 """
 
 from __future__ import annotations
@@ -19,29 +19,32 @@ from elastrata_pipelines.hashing import U64, combine, key
 from elastrata_pipelines.preparation.samples import Ints, Samples, stripe_table
 from elastrata_pipelines.storage import Storage
 
+# A request takes longer than reading a gap of this size.
 _MAX_GAP_BYTES = 256 * 2**10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The index of a run: 16 bytes a sample."""
+    """Index of a run, 16 bytes per sample."""
 
     path: str
     ids: U64
-    """Sorted by shuffle key, shape [n]."""
+    """Sample ids sorted by shuffle key, shape [n]."""
     lengths: Ints
     """Tokens of each sample, shape [n]."""
+    # The driver keeps the sizes of all records, so a shard's part of a run can be read as one
+    # range.
     sizes: Ints
     """Bytes of each record, shape [n]."""
 
 
 def shuffle_keys(seed: int, ids: U64) -> U64:
-    """The key of each sample by which the data set is shuffled."""
+    """Return the key of each sample by which the data set is shuffled."""
     return combine(key(seed), ids)
 
 
 def write_run(storage: Storage, path: str, samples: Samples, seed: int) -> Run:
-    """Writes samples as a run, sorted by shuffle key."""
+    """Write samples as a run, sorted by shuffle key."""
     order = np.argsort(shuffle_keys(seed, samples.ids), kind="stable")
     ends = np.cumsum(samples.lengths)
     begins = ends - samples.lengths
@@ -62,7 +65,8 @@ def write_run(storage: Storage, path: str, samples: Samples, seed: int) -> Run:
 def read_records(
     storage: Storage, path: str, offsets: Ints, sizes: npt.NDArray[np.integer]
 ) -> list[bytes]:
-    """Reads records of a run, given their places in rising order; near ones in one go."""
+    """Read records of a run at ascending offsets; records close together are read in one
+    request."""
     records: list[bytes] = []
     for first, last in _spans(offsets, sizes):
         begin = int(offsets[first])
@@ -75,7 +79,7 @@ def read_records(
 
 
 def _spans(offsets: Ints, sizes: npt.NDArray[np.integer]) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of records between which lies little enough to read it along."""
+    """Yield half-open ranges of records with small gaps between them."""
     gaps = offsets[1:] - (offsets[:-1] + sizes[:-1])
     cuts: Sequence[int] = [0, *(np.flatnonzero(gaps > _MAX_GAP_BYTES) + 1).tolist(), len(offsets)]
     for first, last in pairwise(cuts):
@@ -88,8 +92,7 @@ MAX_STRATA = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The samples of one shard, and where they lie in the runs; arrays have one entry per
-    sample."""
+    """The samples of one shard, and their places in the runs; arrays have one entry per sample."""
 
     path: str
     run_paths: tuple[str, ...]
@@ -105,7 +108,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """A data set's shards, and the lengths of all samples in stored order."""
+    """Shards of a data set, and the lengths of all samples in stored order."""
 
     shards: list[Shard]
     lengths: npt.NDArray[np.int32]
@@ -114,7 +117,7 @@ class Plan:
 def plan_shards(
     runs: Sequence[Run], *, seed: int, stripe_size: int, stripes_per_shard: int
 ) -> Plan:
-    """Decides where each sample of the runs is stored."""
+    """Assign each sample of the runs to a place in a shard."""
     ids = np.concatenate([run.ids for run in runs])
     lengths = np.concatenate([run.lengths for run in runs]).astype(np.int32)
     sizes = np.concatenate([run.sizes for run in runs]).astype(np.int32)
@@ -142,7 +145,7 @@ def plan_shards(
 
 @dataclass(frozen=True)
 class WriteShard:
-    """Gathers and writes one shard."""
+    """Task that collects the samples of one shard and writes it."""
 
     data_set: Storage
     runs: Storage
@@ -152,17 +155,20 @@ class WriteShard:
     pairs: bool
 
     def __call__(self, shard: Shard) -> FileEntry:
-        """Writes `shard` and returns its manifest entry."""
+        """Write `shard` and return its manifest entry."""
         return write_shard(self.data_set, shard.path, self._stripes(shard, self._records(shard)))
 
     def _records(self, shard: Shard) -> list[bytes]:
-        """The record of each sample, in stored order."""
+        """Return the record of each sample, in stored order."""
         records = [b""] * len(shard.ids)
         for run, path in enumerate(shard.run_paths):
-            mine = np.flatnonzero(shard.runs == run)
-            mine = mine[np.argsort(shard.offsets[mine])]
-            found = read_records(self.runs, path, shard.offsets[mine], shard.sizes[mine])
-            for place, record in zip(mine.tolist(), found, strict=True):
+            own_samples = np.flatnonzero(shard.runs == run)
+            # `read_records` needs ascending offsets.
+            own_samples = own_samples[np.argsort(shard.offsets[own_samples])]
+            found = read_records(
+                self.runs, path, shard.offsets[own_samples], shard.sizes[own_samples]
+            )
+            for place, record in zip(own_samples.tolist(), found, strict=True):
                 records[place] = record
         return records
 
@@ -181,10 +187,9 @@ class WriteShard:
 
 
 def strata(lengths: npt.ArrayLike) -> Ints:
-    """The stratum of each sample, at most `MAX_STRATA` of them, shape [N].
+    """Return the stratum of each sample, shape [N], of at most `MAX_STRATA` strata.
 
-    Samples of equal length share a stratum; strata hold about equal numbers of samples, as far as
-    that allows.
+    Samples of equal length share a stratum. Apart from that, strata have about equal sizes.
     """
     counts = np.bincount(np.asarray(lengths, dtype=np.int64))
     shorter = np.cumsum(counts) - counts
@@ -193,16 +198,16 @@ def strata(lengths: npt.ArrayLike) -> Ints:
 
 
 def stored_order(keys: U64, lengths: npt.ArrayLike, stripe_size: int) -> Ints:
-    """The samples in stored order, as indices, shape [N]: stripe after stripe.
+    """Return the indices of the samples in stored order, stripe after stripe, shape [N].
 
-    A stripe of m of the N samples holds of a stratum with n samples n m / N, give or take less
-    than 1 + K n / N, where K is the number of strata. Inside a stripe the longest sample comes
-    first. Ties go by key, then by index.
+    A stripe of m of the N samples contains n m / N samples of a stratum with n samples, with an
+    error below 1 + K n / N, where K is the number of strata. Inside a stripe the longest sample
+    comes first. Ties are resolved by key, then by index.
 
     Args:
         keys: hash of (seed, sample id) of each sample, shape [N].
         lengths: tokens of each sample, shape [N].
-        stripe_size: samples per stripe; the last one may be short.
+        stripe_size: samples per stripe; the last stripe may be short.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     shuffled = np.argsort(keys, kind="stable")
@@ -212,6 +217,8 @@ def stored_order(keys: U64, lengths: npt.ArrayLike, stripe_size: int) -> Ints:
     firsts = np.cumsum(sizes) - sizes
     ranks = np.empty(len(lengths), dtype=np.float64)
     place = np.arange(len(lengths)) - np.repeat(firsts, sizes)
+    # Spreads the samples of each stratum evenly over (0, 1): merging by rank mixes all strata in
+    # proportion to their sizes.
     ranks[grouped] = (place + 0.5) / np.repeat(sizes, sizes)
     order = shuffled[np.argsort(ranks, kind="stable")]
     for first in range(0, len(order), stripe_size):

@@ -1,4 +1,5 @@
-"""Source files: which files the configured paths mean, in an order that no machine changes."""
+"""Source files: resolves configured paths to files, in an order that does not depend on the
+machine."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ COMPRESSIONS = {
     ".tgz": "gzip", ".tbz": "bz2", ".tbz2": "bz2", ".txz": "xz", ".tzst": "zstd",
 }  # fmt: skip
 _TAGS = ("ETag", "etag", "blob_id", "mtime")
-"""What stores call that which changes when a file does."""
+"""Names that stores use for values which change when a file does."""
 _CHUNK_BYTES = 4 * 2**20
 
 
@@ -45,47 +46,48 @@ class SourceFile:
     source: int
     """Number of the source in the configuration."""
     url: str
-    """Where it lies; a plain absolute path where it is local."""
+    """URL of the file; a plain absolute path if it is local."""
     name: str
-    """Its path inside the source, unique there: part of every sample's identity."""
+    """Path inside the source, which is unique there and part of every sample's identity."""
     bytes: int
-    """Size as stored, maybe compressed."""
+    """Stored size, which may be compressed."""
     kind: Kind
     compression: str | None
     stamp: str
-    """Changes when the file does: a checksum (local) or the store's own tag."""
+    """Value that changes when the file does: a checksum if it is local, else the store's tag."""
 
     @property
     def shown(self) -> str:
-        """Where it lies, as a line can hold it."""
+        """URL of the file in printable form."""
         return in_one_line(self.url)
 
 
 @dataclass(frozen=True)
 class Found:
-    """The files that the paths of a source mean."""
+    """Files to which the paths of a source resolve."""
 
     files: list[SourceFile]
-    """In order."""
+    """Files in order."""
     problems: list[str]
-    """One line for each path that gives no file."""
+    """One line for each path without files."""
     others: list[str]
-    """One line for each thing in a folder, or matched by a glob, that is no file to read."""
+    """One line for each entry of a folder, or match of a glob, that cannot be read as a file."""
 
 
 def find_files(number: int, config: SourceConfig) -> Found:
-    """The files of a source. Empty ones are left out, as long as others remain."""
+    """Return the files of a source. Empty files are left out if other files remain."""
     entries: dict[str, _Entry] = {}
     problems: list[str] = []
     empty: list[str] = []
     others: dict[str, None] = {}
     for path in config.paths:
         try:
-            found, beside = _expand(path)
-        except Exception as error:  # every store has exceptions of its own
+            found, other_entries = _expand(path)
+        # Every store raises errors of other classes.
+        except Exception as error:
             problems.append(f"{in_one_line(path)}: cannot be read ({in_one_line(reason(error))})")
             continue
-        others |= dict.fromkeys(beside)
+        others |= dict.fromkeys(other_entries)
         filled = [entry for entry in found if entry.bytes]
         if not found:
             problems.append(f"{in_one_line(path)}: no such file or folder, or nothing in it")
@@ -94,10 +96,11 @@ def find_files(number: int, config: SourceConfig) -> Found:
         elif not filled:
             problems.append(f"{in_one_line(path)}: all {len(found)} files in it are empty")
         for entry in filled:
+            # Paths may overlap; each file counts once.
             entries.setdefault(entry.url, entry)
     if not entries:
         problems += empty
-    return Found(_finish(number, config, list(entries.values())), problems, list(others))
+    return Found(_make_source_files(number, config, list(entries.values())), problems, list(others))
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,12 @@ class _Entry:
     bytes: int
     stamp: str
     is_itself: bool
-    """Whether the path named this very file."""
+    """Whether the configured path named exactly this file."""
 
 
 def _expand(path: str) -> tuple[list[_Entry], list[str]]:
-    """The files a path means, by their names inside it, and what else is there."""
+    """Return the files that a path denotes, by their names inside it, and lines for other
+    entries."""
     if not is_local(path):
         return list(_expand_url(path)), []
     plain = named_here(path.removeprefix("file://").removeprefix("local://"))
@@ -146,7 +150,7 @@ def _expand_url(url: str) -> Iterator[_Entry]:
 
 
 def kind_of(name: str, config: SourceConfig) -> tuple[Kind, str | None]:
-    """Return what a file of that name holds, and how it is compressed."""
+    """Return the content type and the compression of a file, judged by its name."""
     stem, ending = splitext(name.lower())
     compression = COMPRESSIONS.get(ending)
     ending = splitext(stem)[1] if compression else ending
@@ -155,23 +159,28 @@ def kind_of(name: str, config: SourceConfig) -> tuple[Kind, str | None]:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a part of a path is hidden."""
+    """Return whether a part of a path is hidden."""
     return any(part.startswith(".") and part.strip(".") for part in name.split("/"))
 
 
 def _checksum(path: str, size: int) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    asked = min(size + 1, _CHUNK_BYTES)  # of megabytes more, to be freed, small files take longer
+    # Small files get small buffers: allocating and freeing megabytes would take longer than
+    # reading.
+    chunk_bytes = min(size + 1, _CHUNK_BYTES)
     try:
         with open_regular(path) as stream:
-            while chunk := stream.read(asked):
+            while chunk := stream.read(chunk_bytes):
                 digest.update(chunk)
-    except OSError:  # reading it reports the problem, with its line
+    # Reading the file later reports the error with its position.
+    except OSError:
         return ""
     return digest.hexdigest()
 
 
-def _finish(number: int, config: SourceConfig, found: Sequence[_Entry]) -> list[SourceFile]:
+def _make_source_files(
+    number: int, config: SourceConfig, found: Sequence[_Entry]
+) -> list[SourceFile]:
     seen: Counter[str] = Counter()
     files = []
     for entry in found:
@@ -180,6 +189,7 @@ def _finish(number: int, config: SourceConfig, found: Sequence[_Entry]) -> list[
                           kind=kind, compression=compression, stamp=entry.stamp)  # fmt: skip
         seen[file.name] += 1
         files.append(
+            # The number makes equal names from different paths unique.
             file if seen[file.name] == 1 else replace(file, name=f"{file.name}#{seen[file.name]}")
         )
     return files

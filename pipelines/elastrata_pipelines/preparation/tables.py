@@ -1,4 +1,4 @@
-"""Text from JSON Lines, and from a column of a Parquet file, some hundred rows at a time."""
+"""Tables: reads text from JSON Lines, and from a column of a Parquet file."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ from elastrata_pipelines.preparation.pieces import Piece
 from elastrata_pipelines.preparation.sources import SourceFile
 
 NAMED_BY = "text_field, --text-field"
-"""The key of the recipe that names the field, or column, with the text."""
+"""Recipe key and option that name the field or column with the text."""
 _SHOWN_FIELDS, _SHOWN_CHARACTERS = 20, 60
 
 
 def text_of_line(raw: bytes, field: str) -> str:
-    """The text in one field of the JSON object that a line is.
+    """Return the text in one field of the JSON object in a line.
 
     Raises:
-        UserError: the line is no such object, or the field is missing, given twice or no text.
+        UserError: the line is no JSON object, or the field is missing, duplicated, or not text.
     """
-    row = _parsed(raw)
+    row = _parse(raw)
     if not isinstance(row, dict):
         raise UserError(f"a JSON object was expected, not {type(row).__name__}")
     if field not in row:
-        raise UserError(f"no field {field!r} ({NAMED_BY}); it has {_some_names(row)}")
+        raise UserError(f"no field {field!r} ({NAMED_BY}); it has {_list_names(row)}")
     text = row[field]
     if not isinstance(text, str):
         raise UserError(f"field {field!r} is {type(text).__name__}, not text")
+    # Only an escape can produce half of a surrogate pair: the line itself is valid UTF-8.
     if b"\\u" in raw and not encodes(text):
         raise UserError(f"field {field!r} holds half of a surrogate pair")
-    if raw.count(f'"{field}"'.encode()) > 1 and _times_given(raw, field) > 1:
+    # The cheap test avoids parsing nearly all lines a second time.
+    if raw.count(f'"{field}"'.encode()) > 1 and _count_field(raw, field) > 1:
         raise UserError(f"field {field!r} is there twice")
     return text
 
 
 def encodes(text: str) -> bool:
-    """Whether a text can be written as UTF-8: no half of a surrogate pair is in it."""
+    """Return whether a text can be encoded as UTF-8, which half of a surrogate pair cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -50,9 +52,10 @@ def encodes(text: str) -> bool:
     return True
 
 
-def _parsed(raw: bytes) -> Any:
+def _parse(raw: bytes) -> Any:
     try:
-        # bytes would be taken for UTF-16 where they look like it, and hold halves of pairs
+        # json.loads detects UTF-16 in bytes that look like it, and accepts halves of surrogate
+        # pairs.
         return json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8 (byte {error.start} of the line)") from None
@@ -62,13 +65,13 @@ def _parsed(raw: bytes) -> Any:
         raise UserError(f"not valid JSON ({error})") from None
 
 
-def _some_names(row: dict[str, Any]) -> str:
+def _list_names(row: dict[str, Any]) -> str:
     names = [in_one_line(name[:_SHOWN_CHARACTERS]) for name in list(row)[:_SHOWN_FIELDS]]
     return ", ".join(names + ["..."] * (len(row) > _SHOWN_FIELDS)) or "none"
 
 
-def _times_given(raw: bytes, field: str) -> int:
-    """How often the outer object of a line has a field."""
+def _count_field(raw: bytes, field: str) -> int:
+    """Return how often the outer object of a line contains a field."""
     outer: list[tuple[str, Any]] = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=list)
     return [name for name, _ in outer].count(field)
 
@@ -80,16 +83,16 @@ _SHOWN_COLUMNS = 20
 def parquet_pieces(
     file: SourceFile, stream: Any, config: SourceConfig, size: int
 ) -> Iterator[Piece]:
-    """The rows of a file, in pieces of at most some hundred rows and about `size` bytes.
+    """Yield the rows of a file in pieces of at most `_ROWS` rows and about `size` bytes.
 
     Args:
-        file: whose rows they are.
-        stream: of its uncompressed bytes, with `seek`.
-        config: of the source.
-        size: of a piece, about.
+        file: the file.
+        stream: seekable stream of its uncompressed bytes.
+        config: configuration of the source.
+        size: approximate size of a piece.
 
     Raises:
-        Exception: of a file that cannot be read, or has not one column of text of that name.
+        Exception: the file cannot be read, or does not have exactly one text column of that name.
     """
     parquet = pq.ParquetFile(stream, page_checksum_verification=True)
     _check_column(parquet.schema_arrow, config.text_field)
@@ -125,9 +128,13 @@ _TEXT_TYPES: tuple[Any, ...] = (
 
 
 def _rows_at_once(metadata: pq.FileMetaData, size: int) -> int:
-    """Rows that have about `size` bytes where a row group's rows are longest; at least one."""
+    """Return the number of rows with about `size` bytes in the row group with the longest rows.
+
+    The result is at least 1.
+    """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     longest = max((g.total_byte_size / g.num_rows for g in groups if g.num_rows), default=1.0)
+    # Compressed sizes are smaller than the text, so the number of rows is limited as well.
     return max(1, min(_ROWS, int(size / max(1.0, longest))))
 
 

@@ -1,4 +1,4 @@
-"""The target: the folder that a preparation fills, and what may lie there before."""
+"""Targets: the folder that a preparation fills, and checks of its previous content."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from elastrata_pipelines.storage import Storage
 KEPT_TOKENIZER = ".trained_tokenizer.json"
 
 
-class _Kept(Record):
+class _KeptTokenizer(Record):
     preparation: str
     """Fingerprint of the configuration and the source files."""
     tokenizer_json: str
@@ -35,13 +35,13 @@ class _Kept(Record):
     checksum: int
 
     @property
-    def hashed(self) -> int:
+    def computed_checksum(self) -> int:
         return text_hash(self.preparation, self.tokenizer_json, self.config_json)
 
 
 def keep_tokenizer(storage: Storage, fingerprint: str, tokenizer: TokenizerFiles) -> None:
-    """Writes it down beside what a preparation is building."""
-    kept = _Kept(
+    """Write a trained tokenizer to the data set's folder."""
+    kept = _KeptTokenizer(
         preparation=fingerprint,
         tokenizer_json=tokenizer.tokenizer_json,
         config_json=tokenizer.config_json,
@@ -52,53 +52,57 @@ def keep_tokenizer(storage: Storage, fingerprint: str, tokenizer: TokenizerFiles
 
 
 def kept_tokenizer(storage: Storage, fingerprint: str) -> TokenizerFiles | None:
-    """That of an interrupted preparation of the same text in the same way; None where there is
-    none, or not a whole one."""
+    """Return the tokenizer that an interrupted preparation of the same text and settings left.
+
+    Return None if it does not exist or is damaged.
+    """
     try:
-        kept = read_record(_Kept, storage, KEPT_TOKENIZER)
+        record = read_record(_KeptTokenizer, storage, KEPT_TOKENIZER)
     except (FileNotFoundError, UserError):
         return None
-    if kept.preparation != fingerprint or kept.checksum != kept.hashed:
+    if record.preparation != fingerprint or record.checksum != record.hashed:
         return None
-    return TokenizerFiles(kept.tokenizer_json, kept.config_json)
+    return TokenizerFiles(record.tokenizer_json, record.config_json)
 
 
 _OURS = (KEPT_TOKENIZER, MANIFEST, PROVENANCE, LENGTHS, TOKENIZER_DIR, SHARDS, HELD_OUT, BUILDING)
 _TEMPORARY = re.compile(r"\.[0-9a-f]{8}\.tmp$")
-"""What a process leaves that is killed while it writes a file."""
+"""Ending of the files that remain if a process is killed while writing."""
 _AGAIN = f"bring it back, or {AGAIN}"
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where the data set goes."""
+    """Folder of the data set."""
 
     storage: Storage
 
     def prepared(
         self, fingerprint: str, asked: Provenance, *, held_out: bool, overwrite: bool
     ) -> Manifest | None:
-        """The data set that is there already, if it is the one to be made.
+        """Return the existing data set if it is the one to be made; else None.
 
         Args:
-            fingerprint: of the configuration and the files that it is made from.
-            asked: the same, to tell differences by.
-            held_out: whether data is to be held out of it.
-            overwrite: whether it is made again whatever is there.
+            fingerprint: fingerprint of the configuration and the files.
+            asked: the same values, to list the differences.
+            held_out: whether data is to be held out.
+            overwrite: whether existing data is replaced.
 
         Raises:
-            UserError: another data set, what is left of one, or files of other origin, are there.
+            UserError: the folder contains another data set, an incomplete one, or other files.
         """
         where = self.storage.uri()
         try:
             names = self.storage.names()
-        except Exception as error:  # every store has exceptions of its own
+        # Every store raises errors of other classes.
+        except Exception as error:
             raise UserError(f"{where}: cannot be read ({error})") from None
         self._check_ours(names)
         if MANIFEST not in names or overwrite:
             return None
         manifest = Manifest.find(self.storage)
-        if manifest is None:  # a link to nothing, which is replaced
+        # A broken link, which will be replaced.
+        if manifest is None:
             return None
         if manifest.preparation != fingerprint:
             raise UserError(
@@ -110,7 +114,8 @@ class Target:
         return manifest
 
     def _check_ours(self, names: Sequence[str]) -> None:
-        """Raise UserError for files of other origin: a data set shares its folder with nothing."""
+        """Raise UserError if the folder contains other files."""
+        # `clear` deletes only its own files, and a data set shares its folder with nothing else.
         foreign = [name for name in names if _TEMPORARY.sub("", name) not in _OURS]
         if foreign:
             some = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
@@ -125,7 +130,9 @@ class Target:
             )
 
     def _check_whole(self, manifest: Manifest, *, held_out: bool) -> None:
-        """Raises UserError where a file is missing: whoever is told to prepare again comes here."""
+        """Raise UserError if a file is missing."""
+        # Users whose data set is damaged are advised to prepare it again, so an existing manifest
+        # is no proof that the files exist.
         parts = [(self.storage, manifest)]
         if found := read_held_out(self.storage, manifest):
             parts.append((self.storage.sub(HELD_OUT), found))
@@ -135,27 +142,27 @@ class Target:
             raise UserError(*(f"{problem}; {_AGAIN}" for problem in problems))
 
     def _differences(self, asked: Provenance) -> list[str]:
-        """In what the data set that is there differs from the one to be made."""
-        there = Provenance.read(self.storage)
-        if there is None:
+        """Return the differences between the existing data set and the one to be made."""
+        existing = Provenance.read(self.storage)
+        if existing is None:
             return ["an earlier version made it, which did not keep its configuration"]
-        return there.differences(asked)
+        return existing.differences(asked)
 
     @contextlib.contextmanager
     def building(self) -> Iterator[Storage]:
-        """A place for runs while the block lasts; a failed block leaves no half data set.
+        """Provide a folder for runs during the block; a failed block leaves no partial data set.
 
-        A block that is interrupted leaves a tokenizer that is kept, one that ends or that finds a
-        mistake does not.
+        A trained tokenizer remains if the block is interrupted, but not if it ends or raises a
+        UserError.
 
         Raises:
             UserError: the folder cannot be written.
         """
-        with self.storage.without_leftovers(), self._locked():
-            yield from self._built()
+        with self.storage.without_leftovers(), self._lock():
+            yield from self._build_folder()
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _lock(self) -> Iterator[None]:
         with contextlib.ExitStack() as lock:
             try:
                 is_alone = lock.enter_context(self.storage.exclusive())
@@ -165,14 +172,16 @@ class Target:
                 raise UserError(f"{self.storage.uri()}: another command is writing there")
             yield
 
-    def _built(self) -> Iterator[Storage]:
+    def _build_folder(self) -> Iterator[Storage]:
         try:
-            self._check_ours(self.storage.names())  # again: another command may have begun there
+            # Again, since another command may have started there before the lock was taken.
+            self._check_ours(self.storage.names())
             self.storage.delete(BUILDING)
             self.storage.write(b"", BUILDING, "begun")
         except UserError:
             raise
-        except Exception as error:  # every store has exceptions of its own
+        # Every store raises errors of other classes.
+        except Exception as error:
             raise UserError(f"{self.storage.uri()}: cannot be written ({error})") from None
         try:
             yield self.storage.sub(BUILDING)
@@ -187,6 +196,7 @@ class Target:
             self.storage.delete(BUILDING)
 
     def clear(self) -> None:
-        """Deletes what a preparation has written, the manifest first, what it works with not."""
+        """Delete everything that a preparation has written, except its intermediate files."""
+        # The manifest first: without it, a partly deleted folder is no data set.
         for name in (MANIFEST, *sorted(set(_OURS) - {MANIFEST, BUILDING, KEPT_TOKENIZER})):
             self.storage.delete(name)

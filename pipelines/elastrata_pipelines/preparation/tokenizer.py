@@ -1,4 +1,4 @@
-"""The tokenizer of a data set: where it comes from, what it puts around a text, what is kept."""
+"""Tokenizers: loads the tokenizer of a data set, finds its special tokens, and saves it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from elastrata_pipelines.preparation.pairs import PairFrame
 from elastrata_pipelines.storage import Storage
 
 _SPACE_MARKERS = {"ByteLevel": "Ġ", "Metaspace": "▁"}
-_BREAKS = "ĠĊĉč"  # how byte-level tokenizers write space, line feed, tab, carriage return
+# Byte-level tokenizers write space, line feed, tab and carriage return as these letters.
+_BREAKS = "ĠĊĉč"
 _ROLES = (
     "pad_token",
     "unk_token",
@@ -29,21 +30,22 @@ _ROLES = (
     "mask_token",
 )
 _VOLATILE = ("name_or_path", "is_local", "local_files_only", "_commit_hash", "tokenizer_file")
-# every setting of tokenizers' models, and of SentencePiece, that draws ids at random
+# Every setting of tokenizers' models, and of SentencePiece, that makes ids random.
 _RANDOM_OF_MODEL = ("dropout", "alpha", "nbest_size")
 _RANDOM_OF_SENTENCEPIECE = ("enable_sampling", "alpha", "nbest_size")
+# No vocabulary is as large as these ids.
 _MARKERS = (2**32 - 1, 2**32 - 2)
-"""Ids that stand for a text and for a second one where a tokenizer frames them."""
+"""Ids that stand for the first and the second text when a tokenizer frames them."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A fast tokenizer as the two files that transformers' AutoTokenizer loads it from."""
+    """A fast tokenizer as the two files from which transformers' AutoTokenizer loads it."""
 
     tokenizer_json: str
     config_json: str
     switched_off: tuple[str, ...] = ()
-    """Settings that drew ids at random and were taken out of the files, such as `dropout 0.1`."""
+    """Settings that made ids random and were removed from the files, such as `dropout 0.1`."""
 
     @cached_property
     def _parsed(self) -> Any:
@@ -56,22 +58,23 @@ class TokenizerFiles:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what turns text into ids."""
+        """Hash of everything that affects the ids of a text."""
         return f"{text_hash(self.tokenizer_json):016x}"
 
     @property
     def vocabulary_size(self) -> int:
-        """One more than the largest id."""
+        """Largest id plus one."""
         return 1 + int(max(self.ids.values()))
 
     @property
     def ids(self) -> dict[str, int]:
-        """The id of every token, the added ones included."""
+        """Id of every token, including added ones."""
         found: dict[str, int] = self._parsed.get_vocab(with_added_tokens=True)
         return found
 
     def token_id(self, role: str) -> int | None:
-        """The id of a special token by its role, such as `pad_token`; None where it has none."""
+        """Return the id of a special token by its role, such as `pad_token`; None if it does not
+        exist."""
         token = json.loads(self.config_json).get(role)
         content = token.get("content") if isinstance(token, Mapping) else token
         found = None if content is None else self._parsed.token_to_id(content)
@@ -79,34 +82,37 @@ class TokenizerFiles:
 
     @property
     def unknown_id(self) -> int | None:
-        """The id of what the tokenizer does not know; None where it knows all text."""
+        """Id of the unknown token; None if the tokenizer can encode all text."""
         found = self.token_id("unk_token")
         if found is None and (unknown := self._description["model"].get("unk_token")):
-            found = self._parsed.token_to_id(unknown)  # a tokenizer.json alone names no roles
+            # A tokenizer.json without a configuration file does not name roles.
+            found = self._parsed.token_to_id(unknown)
         others = {self.token_id(role) for role in _ROLES if role != "unk_token"}
+        # GPT-2's configuration gives the end-of-text token also as the unknown one.
         return None if found in others else found
 
     def frame(self) -> Frame:
-        """Return the ids around a text, by the tokenizer's own post-processor.
+        """Return the ids around a text, according to the tokenizer's post-processor.
 
-        Where it puts nothing after a text, documents end with the end-of-sequence token, if any.
+        If the post-processor adds nothing after a text, documents end with the end-of-sequence
+        token, if there is one.
 
         Raises:
-            UserError: the post-processor does not keep a text once and whole.
+            UserError: the post-processor does not keep a text exactly once.
         """
-        framed, _ = self._framed(1)
+        framed, _ = self._frame_markers(1)
         at = framed.index(_MARKERS[0])
         prefix, suffix = tuple(framed[:at]), tuple(framed[at + 1 :])
         eos = self.token_id("eos_token")
         return Frame(prefix, suffix, () if suffix or eos is None else (eos,))
 
     def pair_frame(self) -> PairFrame:
-        """Return the ids around a pair of texts, by the tokenizer's own post-processor.
+        """Return the ids around a pair of texts, according to the tokenizer's post-processor.
 
         Raises:
-            UserError: the tokenizer puts nothing between two texts, or does not keep both.
+            UserError: the tokenizer adds no token between two texts, or does not keep both.
         """
-        framed, types = self._framed(2)
+        framed, types = self._frame_markers(2)
         first, second = map(framed.index, _MARKERS)
         if second == first + 1:
             raise UserError("pairs: the tokenizer puts no token between two texts, as BERT's does")
@@ -117,17 +123,14 @@ class TokenizerFiles:
             has_segments=types == [0] * second + [1] * (len(types) - second),
         )
 
-    def _framed(self, texts: int) -> tuple[list[int], list[int]]:
-        """Return the ids that the post-processor makes of one marker per text, and their types.
-
-        A frame is what the post-processor does, never what an example shows: an alphabet may lack
-        any letter that one would try.
-        """
+    def _frame_markers(self, texts: int) -> tuple[list[int], list[int]]:
+        """Return the ids and types that the post-processor makes of one marker per text."""
         from tokenizers import Tokenizer
         from tokenizers.models import WordLevel
 
         markers = _MARKERS[:texts]
         words = {str(marker): marker for marker in markers}
+        # Markers instead of an example text: an alphabet may lack any letter of an example.
         marked = Tokenizer(WordLevel(words, unk_token=str(markers[0])))
         try:
             framed = self._parsed.post_process(*map(marked.encode, words))
@@ -144,7 +147,7 @@ class TokenizerFiles:
         return list(framed.ids), list(framed.type_ids)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens around it."""
+        """Return the ids of a text, without special tokens around it."""
         try:
             ids: list[int] = self._parsed.encode(text, add_special_tokens=False).ids
         except BaseException as error:
@@ -152,12 +155,12 @@ class TokenizerFiles:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, special tokens left out."""
+        """Return the text of ids, without special tokens."""
         text: str = self._parsed.decode(list(ids), skip_special_tokens=True)
         return text
 
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary: all that training must know of the tokenizer."""
+        """Return the vocabulary: everything that training needs to know of the tokenizer."""
         special = {int(i) for i, t in self._parsed.get_added_tokens_decoder().items() if t.special}
         roles = {role: self.token_id(role) for role in _ROLES}
         special |= {token for token in roles.values() if token is not None}
@@ -183,16 +186,16 @@ class TokenizerFiles:
         marker = _space_marker(self._description)
         if marker is None:
             return ()
-        return tuple(sorted(i for i, token in words if _continues(token, marker)))
+        return tuple(sorted(i for i, token in words if _is_continuation(token, marker)))
 
     @property
     def contents(self) -> dict[str, str]:
-        """The text of both files by their names."""
+        """Texts of both files, by name."""
         return {"tokenizer.json": self.tokenizer_json, "tokenizer_config.json": self.config_json}
 
 
 def parse_tokenizer(tokenizer_json: str) -> Any:
-    """Return the tokenizer of a file such that equal text has equal ids, and all of them."""
+    """Return a tokenizer without truncation, padding and randomness."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(tokenizer_json)
@@ -203,7 +206,7 @@ def parse_tokenizer(tokenizer_json: str) -> Any:
 
 
 def switch_off_randomness(tokenizer: Any) -> list[str]:
-    """Switch off whatever draws ids at random in a tokenizer of `tokenizers`, and list it."""
+    """Switch off every setting of a tokenizer that makes ids random, and return these settings."""
     found = []
     for setting in _RANDOM_OF_MODEL:
         if value := getattr(tokenizer.model, setting, None):
@@ -213,18 +216,19 @@ def switch_off_randomness(tokenizer: Any) -> list[str]:
 
 
 def refusal(error: BaseException, what: str, where: str = "tokenizer") -> UserError:
-    """Return the line for an error of `tokenizers`, whose panics are no `Exception`.
+    """Return a one-line error for an exception of `tokenizers`.
 
     Raises:
-        BaseException: `error`, where it is of another origin.
+        BaseException: `error`, if it has another origin.
     """
+    # Panics of Rust code are no subclass of Exception.
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
     return UserError(f"{where}: {what} ({' '.join(str(error).split())[:300]})")
 
 
 def _space_marker(description: dict[str, Any]) -> str | None:
-    """The character that stands for the space before a word, where the tokenizer has one."""
+    """Return the character that stands for the space before a word, if the tokenizer has one."""
     for stage in ("pre_tokenizer", "decoder"):
         part = description.get(stage) or {}
         for inner in (part, *part.get("pretokenizers", []), *part.get("decoders", [])):
@@ -233,23 +237,25 @@ def _space_marker(description: dict[str, Any]) -> str | None:
     return None
 
 
-def _continues(token: str, marker: str) -> bool:
-    """Whether a token goes on with a word: no space before it, and not punctuation."""
+def _is_continuation(token: str, marker: str) -> bool:
+    """Return whether a token continues a word: it has no space before it, and is not
+    punctuation."""
     first = token[:1]
     return not (first == marker or first in _BREAKS or (first.isascii() and not first.isalnum()))
 
 
 def load_tokenizer(name: str) -> TokenizerFiles:
-    """Loads a fast tokenizer from a folder, a tokenizer.json file, a URL of either, or the hub.
+    """Load a fast tokenizer from a folder, a tokenizer.json file, a URL of either, or the hub.
 
     Raises:
-        UserError: there is none, or it is not a fast one.
+        UserError: the tokenizer does not exist, or is not a fast one.
     """
     with tempfile.TemporaryDirectory(prefix="elastrata-") as scratch:
         path = _local_copy(name, scratch)
         try:
             tokenizer = _load_with_transformers(path)
-        except BaseException as error:  # transformers raises whatever its parsers raise
+        # transformers passes on whatever its parsers raise, also panics.
+        except BaseException as error:
             raise refusal(error, f"{name}: cannot be loaded", "tokenizer.load") from None
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise UserError(f"tokenizer.load: {name}: has no tokenizer.json; only fast tokenizers work")
@@ -278,13 +284,14 @@ def _load_with_transformers(path: str) -> Any:
     ).is_file()
     if only_json:
         return wrap(tokenizer_file=str(folder / "tokenizer.json"))
-    from transformers import AutoTokenizer  # takes seconds
+    # The import takes seconds.
+    from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)
 
 
 def wrap(**arguments: object) -> Any:
-    """A transformers tokenizer around a tokenizer of `tokenizers`, or around its file."""
+    """Return a transformers tokenizer for a tokenizer of `tokenizers`, or for its file."""
     from transformers import PreTrainedTokenizerFast
 
     make: Callable[..., Any] = PreTrainedTokenizerFast
@@ -292,8 +299,8 @@ def wrap(**arguments: object) -> Any:
 
 
 def as_files(tokenizer: Any, **config: object) -> TokenizerFiles:
-    """The files of a transformers tokenizer, without truncation, padding, randomness and traces of
-    its origin.
+    """Return the files of a transformers tokenizer without truncation, padding, randomness and
+    origin.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
@@ -306,6 +313,7 @@ def as_files(tokenizer: Any, **config: object) -> TokenizerFiles:
         tokenizer.save_pretrained(scratch)
         saved = json.loads((Path(scratch) / "tokenizer_config.json").read_text(encoding="utf-8"))
         tokenizer_json = (Path(scratch) / "tokenizer.json").read_text(encoding="utf-8")
+    # Paths and commits would make equal tokenizers differ.
     kept = {name: value for name, value in saved.items() if name not in _VOLATILE}
     sentencepiece = kept.get("sp_model_kwargs")
     if isinstance(sentencepiece, Mapping) and sentencepiece.get("enable_sampling"):

@@ -1,4 +1,4 @@
-"""Training a tokenizer, so that equal text gives an equal tokenizer to the byte."""
+"""Training of tokenizers, such that the same text gives byte-identical files."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _LONG_RUN = re.compile(rf" ?\S{{{_MAX_WORD},}}|\s{{{_MAX_WORD},}}")
 def train_tokenizer(
     texts: Sequence[str], config: TokenizerConfig, *, seq_len: int
 ) -> TokenizerFiles:
-    """Trains the tokenizer that `config.train` names on `texts`."""
+    """Train the tokenizer that `config.train` names on `texts`."""
     if config.train == "wordpiece":
         return _wordpiece(texts, config.vocab_size, config.lowercase, seq_len)
     return _bpe(texts, config.vocab_size, seq_len)
 
 
 def cut_long_words(texts: Sequence[str], pre_tokenizer: Any) -> list[str]:
-    """The texts, cut wherever a pre-token would have more than some 256 characters.
+    """Divide texts such that no pre-token is longer than about 256 characters.
 
-    Trainers take time quadratic in the length of a pre-token: a run of 300,000 equal letters costs
-    minutes. Texts without such runs stay as they are, long ones in parts of whole words: trainers
-    look at hundreds of texts at once, and take a hundred times their memory.
+    Texts without such runs are kept, and long texts are divided into parts of whole words.
     """
+    # Trainers take time quadratic in the length of a pre-token: 300,000 equal letters take minutes.
+    # They also process hundreds of texts at once, with a hundred times their memory.
     short = (part for text in texts for part, _ in parts(text, lambda *_: True, _MAX_TEXT))
-    return [part for text in short for part in _parts(text, pre_tokenizer)]
+    return [part for text in short for part in _divide_long_runs(text, pre_tokenizer)]
 
 
-def _parts(text: str, pre_tokenizer: Any) -> Iterator[str]:
+def _divide_long_runs(text: str, pre_tokenizer: Any) -> Iterator[str]:
     begin = 0
     for run in _LONG_RUN.finditer(text):
         for _, (first, end) in pre_tokenizer.pre_tokenize_str(run[0]):
@@ -82,7 +82,8 @@ def _wordpiece(
     vocab = _wordpiece_vocab(tokenizer, texts, vocab_size)
     description = json.loads(tokenizer.to_str())
     description["model"]["vocab"] = vocab
-    description["added_tokens"] = []  # the trainer made every character it was told a special token
+    # The trainer has made every character of its alphabet a special token.
+    description["added_tokens"] = []
     tokenizer = Tokenizer.from_str(json.dumps(description))
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -108,13 +109,11 @@ def _bert(lowercase: bool) -> Any:
 
 
 def _wordpiece_vocab(tokenizer: Any, texts: Sequence[str], vocab_size: int) -> dict[str, int]:
-    """The vocabulary, token to id.
-
-    The trainer numbers characters in the order of a hash map that differs from run to run, and
-    breaks ties by these numbers. Naming all characters beforehand fixes the numbers.
-    """
+    """Train a WordPiece vocabulary, and return the ids by token."""
     from tokenizers import trainers
 
+    # The trainer numbers characters in the order of a hash map, which differs from run to run, and
+    # resolves ties by these numbers. Naming all characters in advance fixes the numbers.
     first, later = _alphabet(tokenizer, texts, (vocab_size - len(_WORDPIECE_SPECIAL)) // 2)
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
@@ -129,7 +128,7 @@ def _wordpiece_vocab(tokenizer: Any, texts: Sequence[str], vocab_size: int) -> d
 
 
 def _alphabet(tokenizer: Any, texts: Sequence[str], most: int) -> tuple[list[str], list[str]]:
-    """The most frequent characters, each list sorted: those that begin words, those inside."""
+    """Return the most frequent characters that begin words, and those inside words, both sorted."""
     words: Counter[str] = Counter()
     for text in texts:
         normalized = tokenizer.normalizer.normalize_str(text)

@@ -1,4 +1,4 @@
-"""The work on one portion: what the many processes of a preparation do."""
+"""Tasks that the processes of a preparation run on one portion."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ _TRAINING_TEXT_CHARACTERS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenized:
-    """The values of a finished portion that go to the driver."""
+    """Results of a tokenised portion that are sent to the driver."""
 
     place: tuple[int, int]
     source: int
     bytes: int
     documents: tuple[int, int]
-    """Documents for training and held out, each counted once."""
+    """Training and held-out documents, each counted once."""
     runs: tuple[Run | None, Run | None]
-    """The samples for training and held out; None where there are none."""
+    """Training and held-out samples; None for a part without samples."""
     encoder: str = ""
     problems: tuple[str, ...] = ()
     skipped: dict[str, int] = field(default_factory=dict)
-    """Documents left out, by reason."""
+    """Skipped documents, by reason."""
     unknown: tuple[int, int] = (0, 0)
-    """Unknown tokens in the samples for training and held out."""
+    """Unknown tokens in the training and held-out samples."""
     least_draw: float = 1.0
-    """The smallest `held_out_draw` of the documents for training; 1 without any."""
+    """Smallest `held_out_draw` of the training documents; 1 without training documents."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether it gives no sample."""
+        """Whether the portion yields no samples."""
         return not any(self.runs)
 
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Text of a portion to train a tokenizer on."""
+    """Text of a portion on which a tokenizer is trained."""
 
     place: tuple[int, int]
     source: int
@@ -74,19 +74,19 @@ class TrainingText:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds no document."""
+        """Whether the portion has no documents."""
         return not any(self.documents)
 
 
 @dataclass(frozen=True)
 class ChooseTrainingText:
-    """Chooses a share of a portion's text, in pieces of some lines each, by hash."""
+    """Task that chooses a share of a portion's text by hash, in pieces of several lines."""
 
     config: PrepareConfig
     share: float
 
     def __call__(self, numbered: NumberedPortion) -> TrainingText:
-        """The chosen pieces of the portion's documents, held-out ones left alone."""
+        """Return the chosen pieces of the portion's documents, without held-out ones."""
         found, chosen = split(self.config, numbered), []
         documents, held_out = found.documents
         if numbered.source < len(self.config.sources):
@@ -107,22 +107,23 @@ class ChooseTrainingText:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in pieces of whole lines, each of some thousand characters where lines allow it.
+    """Yield a text in pieces of whole lines, each of a few thousand characters if lines allow it.
 
-    Very long lines are cut between words. Words as long as that, which would take the trainer
-    hours, are left out.
+    Very long lines are divided between words.
     """
     begin = 0
     while begin < len(text):
         end = text.find("\n", begin + _TRAINING_TEXT_CHARACTERS) + 1 or len(text)
-        cut = parts(text[begin:end], lambda whole, left, right: True)
-        yield from (part for part, between_words in cut if between_words)
+        line_parts = parts(text[begin:end], lambda whole, left, right: True)
+        # Parts that end inside a word are dropped: words of that length would take the trainer
+        # hours.
+        yield from (part for part, between_words in line_parts if between_words)
         begin = end
 
 
 @dataclass(frozen=True)
 class TokenizeWork:
-    """Turns a portion into runs."""
+    """Task that turns a portion into runs."""
 
     config: PrepareConfig
     tokenizer_json: str
@@ -131,20 +132,21 @@ class TokenizeWork:
     token_dtype: str
     unknown_id: int | None
     runs: Storage
-    """Where the runs are written."""
+    """Folder in which the runs are written."""
 
     def __call__(self, numbered: NumberedPortion) -> Tokenized:
-        """Writes the portion's runs, unless problems end the preparation anyway."""
+        """Write the portion's runs, unless problems end the preparation anyway."""
         found = split(self.config, numbered)
         num_documents = len(found.documents[TRAINING]), len(found.documents[HELD_OUT])
         encoder = make_encoder(self.tokenizer_json)
         runs: list[Run | None] = []
         names, unknown = [""], [0, 0]
         for part, documents in enumerate(found.documents):
+            # Held-out documents are not repeated: each counts once in an evaluation.
             weight = 1.0 if part == HELD_OUT else self.config.all_sources[numbered.source].weight
             run, name = None, ""
             if documents and not found.problems:
-                samples, name = self._samples(documents, weight, encoder)
+                samples, name = self._make_samples(documents, weight, encoder)
                 unknown[part] = int(np.count_nonzero(samples.tokens == self.unknown_id))
                 path = "{}-{}-{}".format(*numbered.place, part)
                 run = (
@@ -158,6 +160,7 @@ class TokenizeWork:
             bytes=numbered.portion.bytes,
             documents=num_documents,
             runs=(runs[TRAINING], runs[HELD_OUT]),
+            # The name is empty if nothing was encoded.
             encoder=max(names),
             problems=found.problems,
             skipped=found.skipped,
@@ -165,26 +168,28 @@ class TokenizeWork:
             least_draw=found.least_draw,
         )
 
-    def _samples(
+    def _make_samples(
         self, documents: list[Document], weight: float, encoder: CheckedEncoder
     ) -> tuple[Samples, str]:
-        """The samples of documents in all their copies, and the name of the encoder used.
+        """Return the samples of documents in all copies, and the name of the encoder.
 
-        The documents are taken: a long text goes when its ids are there.
+        `documents` is emptied.
         """
         ids = np.array([document.id for document in documents], dtype=np.uint64)
         counts = np.array([copies(document, weight) for document in documents])
-        make = self._pairs if self.pair_frame else self._packed
+        make = self._make_sentence_pairs if self.pair_frame else self._make_packed
         texts = [document.text for document in documents]
+        # A long text is freed as soon as its ids exist.
         documents.clear()
         sample, name = make(texts, encoder)
+        # At least one round, since `concatenate` needs a part.
         made = [
             sample(combine(ids, np.uint64(copy)), counts > copy)
             for copy in range(max(1, int(counts.max())))
         ]
         return concatenate(made), name
 
-    def _packed(self, texts: list[str], encoder: CheckedEncoder) -> _Made:
+    def _make_packed(self, texts: list[str], encoder: CheckedEncoder) -> _SampleMaker:
         tokens, lengths, name = encoder.encode(texts, self.token_dtype)
         texts.clear()
         pack = {"none": cut, "concat": pack_concat, "best_fit": pack_best_fit}[self.config.packing]
@@ -197,7 +202,7 @@ class TokenizeWork:
 
         return sample, name
 
-    def _pairs(self, texts: list[str], encoder: CheckedEncoder) -> _Made:
+    def _make_sentence_pairs(self, texts: list[str], encoder: CheckedEncoder) -> _SampleMaker:
         sentences = [split_sentences(text) for text in texts]
         texts.clear()
         bounds = list(accumulate((len(inside) for inside in sentences), initial=0))
@@ -221,4 +226,4 @@ class TokenizeWork:
         return sample, name
 
 
-_Made = tuple[Callable[[np.ndarray, np.ndarray], Samples], str]
+_SampleMaker = tuple[Callable[[np.ndarray, np.ndarray], Samples], str]
