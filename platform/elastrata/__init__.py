@@ -65,6 +65,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name on its first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'elastrata' has no attribute '{name}'")
+    # Before the import of Ray, which would already send the request.
     if "ipykernel" in sys.modules:
         _keep_notebooks_quiet()
     return getattr(import_module(_HOMES[name]), name)

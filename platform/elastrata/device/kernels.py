@@ -81,6 +81,7 @@ def use_kernels(
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module.weight) in names:
             is_active = partial(is_in_fours, names[id(module.weight)])
+            # Not another module, so that parameter names and FSDP2's hooks do not change.
             module.forward = partial(_forward, module, is_active, multiply)  # type: ignore[method-assign]
 
 

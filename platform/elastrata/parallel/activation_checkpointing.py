@@ -92,6 +92,7 @@ def _selective_contexts() -> _Contexts:
         name = op.name()
         if name in _MATMUL_OPS:
             matmuls[context.is_recompute] += 1
+        # Every second product: half of the recomputation, for about half of the memory.
         is_odd = matmuls[context.is_recompute] % 2 == 1
         keep = name in _KEPT_OPS or (name in _MATMUL_OPS and is_odd)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -99,6 +99,7 @@ def data_rank(rank: int, world_size: int, tensor: int, pipeline: int = 1) -> Dat
     """
     dp_size = _num_data_ranks(world_size, tensor * pipeline)
     group = rank // tensor
+    # Primary ranks are in the first pipeline stage and the first of their tensor group.
     return DataRank(group % dp_size, dp_size, is_primary=group < dp_size and rank % tensor == 0)
 
 
@@ -118,6 +119,7 @@ def backends(device_type: str) -> str:
 @contextmanager
 def lone_group(device: torch.device) -> Iterator[None]:
     """Run the block in a process group of one rank."""
+    # In this process, so that no port is needed.
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backends(device.type), store=store, rank=0, world_size=1)
     try:

@@ -375,6 +375,7 @@ def adapted(matrix: Tensor, mask: Tensor, name_key: int, count: int) -> Tensor:
     """
     place = elements(matrix)
     hashes = element_hashes(name_key, place) & (_MAX_MAGNITUDE << _PLACE_BITS)
+    # Zeros have keys without the highest bit, so they are selected first.
     keys = torch.where(mask, hashes | place, _LATER_BIT | _magnitude_bits(local(matrix)) | place)
     return smallest([matrix], [keys], [count])[0]
 

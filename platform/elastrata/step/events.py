@@ -13,6 +13,7 @@ from elastrata.step.records import StepRecord
 class Action(IntEnum):
     """An action of the workers after their current step. The largest requested one counts."""
 
+    # Zero, as the actions of all ranks are summed, and only rank 0 sends another one.
     GO_ON = 0
     SAVE = 1
     """Save a durable checkpoint and continue training: a node will leave, and there is no
@@ -265,6 +266,7 @@ class RanOutError(Exception):
     """
 
     def __init__(self, told: RanOut) -> None:
+        # As an argument, so that the exception can be pickled between processes.
         super().__init__(told)
         self.told = told
 

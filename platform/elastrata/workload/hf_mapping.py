@@ -116,6 +116,7 @@ class Counterpart:
             parts.setdefault(origin.name, {})[origin.part] = name
             transposed |= {origin.name} if origin.transposed else set()
         for their_name, part_names in parts.items():
+            # Fused matrices, such as query, key and value, are parts in this order.
             value = _join([state[part_names[number]] for number in sorted(part_names)])
             yield their_name, value.T.contiguous() if their_name in transposed else value
         yield from self._zero_vectors(state)
