@@ -149,8 +149,8 @@ def cut_hands(
     """
     count = num_micro_batches(rows, lengths, budgets, multiple)
     return tuple(
-        Hand(rows=own, cuts=cut(lengths[own], count, budget))
-        for own, budget in zip(rows, budgets, strict=True)
+        Hand(rows=rank_rows, cuts=cut(lengths[rank_rows], count, budget))
+        for rank_rows, budget in zip(rows, budgets, strict=True)
     )
 
 
@@ -159,7 +159,7 @@ def num_micro_batches(
 ) -> int:
     """Return the number of micro-batches into which `cut_hands` divides the rows of every rank."""
     each = zip(rows, budgets, strict=True)
-    count = max(greedy_count(lengths[own], budget) for own, budget in each)
+    count = max(greedy_count(lengths[rank_rows], budget) for rank_rows, budget in each)
     return count + -count % multiple
 
 

@@ -81,7 +81,9 @@ class RankStep:
         if not self.counts:
             return self
         # All ranks have the same counts, so they agree on a number without communication.
-        needed = (own[budget] for own, budget in zip(self.counts, budgets, strict=True))
+        needed = (
+            kind_counts[budget] for kind_counts, budget in zip(self.counts, budgets, strict=True)
+        )
         return replace(self, cuts=cut(self.rows.lengths, max(needed), budgets[kind]))
 
     @property
@@ -147,8 +149,8 @@ def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
             rounds=layout["rounds"],
             counts=tuple(
                 # JSON has only strings as keys of objects.
-                {int(budget): count for budget, count in own.items()}
-                for own in layout["counts"]
+                {int(budget): count for budget, count in kind_counts.items()}
+                for kind_counts in layout["counts"]
             ),
             work=layout["work"],
             speeds=speeds,

@@ -135,10 +135,10 @@ def one_after_another(
 
 def _place_phases(phases: Sequence[Phase], origin: Origin[str] | None) -> list[Phase]:
     data = [[url for url, _ in phase.batches.data_sets] for phase in phases]
-    placed = placements([phase.size for phase in phases], data, origin)
+    phase_placements = placements([phase.size for phase in phases], data, origin)
     return [
         replace(phase, placement=placement, batches=phase.batches.placed(placement.firsts))
-        for phase, placement in zip(phases, placed, strict=True)
+        for phase, placement in zip(phases, phase_placements, strict=True)
     ]
 
 
@@ -151,8 +151,8 @@ def _apply_limits(phase: Phase) -> Phase:
         for limit, first in zip(phase.limits, placement.firsts, strict=True)
     ]
     samples = phase.size.samples(phase.steps)
-    kept = within_limits(mixture, most, since=placement.first_position, samples=samples)
-    return replace(phase, batches=phase.batches.mixed(kept))
+    limited_mixture = within_limits(mixture, most, since=placement.first_position, samples=samples)
+    return replace(phase, batches=phase.batches.mixed(limited_mixture))
 
 
 def placements(
@@ -185,7 +185,9 @@ def placements(
                 first_step=first,
                 first_sample=sample,
                 first_position=size.samples(before),
-                firsts=tuple(one - own for one, own in zip(positions, counts, strict=True)),
+                firsts=tuple(
+                    position - count for position, count in zip(positions, counts, strict=True)
+                ),
             )
         sample += size.samples(size.steps) - size.samples(before)
         first += size.steps

@@ -152,8 +152,8 @@ class Storage:
 
     def open_scattered(self, *parts: str) -> Any:
         """Open a file to read distant pieces: only the requested bytes are fetched."""
-        own = {} if self.is_local else {"cache_type": "none"}
-        return self.fs.open(self.path(*parts), "rb", **own)
+        options = {} if self.is_local else {"cache_type": "none"}
+        return self.fs.open(self.path(*parts), "rb", **options)
 
     def delete(self, *parts: str) -> None:
         """Delete a file, a link, or a folder with its content; do nothing if it does not exist."""

@@ -98,8 +98,8 @@ class MixedStripes:
         for source, reader in enumerate(self._readers):
             inside = np.flatnonzero(places.sources == source)
             if len(inside):
-                parts, own = reader.parts(places.part(inside))
-                index[inside] = begin + own
+                parts, own_index = reader.parts(places.part(inside))
+                index[inside] = begin + own_index
                 begin += sum(part.num_rows for part in parts)
                 tables += parts
         return self._joined.table(tables), index

@@ -206,8 +206,8 @@ def prepare(
     fingerprint, provenance = corpus.fingerprint(tokenizer), corpus.provenance(tokenizer)
     # An absolute path, since workers run in other folders.
     target = Target(Storage(Storage(out).uri()))
-    wanted = config.held_out is not None
-    if found := target.prepared(fingerprint, provenance, held_out=wanted, overwrite=overwrite):
+    holds_out = config.held_out is not None
+    if found := target.prepared(fingerprint, provenance, held_out=holds_out, overwrite=overwrite):
         report("already prepared", found.samples, found.samples, "samples")
         return found
     check_filters(config.filters)

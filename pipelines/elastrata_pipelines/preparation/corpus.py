@@ -113,8 +113,8 @@ class Corpus:
         tokenizer = self.config.tokenizer
         if not tokenizer.sources:
             return None
-        own = tokenizer.model_copy(update={"sources": ()})
-        changed = {"sources": tokenizer.sources, "tokenizer": own}
+        tokenizer_config = tokenizer.model_copy(update={"sources": ()})
+        changed = {"sources": tokenizer.sources, "tokenizer": tokenizer_config}
         return Corpus.find(self.config.model_copy(update=changed), self.report)
 
     def _configuration(self, tokenizer: TokenizerFiles | None) -> dict[str, Any]:

@@ -84,13 +84,13 @@ def signatures(texts: Sequence[str], words: int) -> Signatures:
     Raises:
         UserError: the library is not installed.
     """
-    sketch = _load_library()
+    min_hash_class = _load_library()
     found = np.empty((len(texts), PERMUTATIONS), np.uint32)
     for row, text in zip(found, texts, strict=True):
-        own = sketch(PERMUTATIONS, _SEED)
+        min_hash = min_hash_class(PERMUTATIONS, _SEED)
         for shingles in _shingles(text, words):
-            own.update(shingles)
-        row[:] = own.digest()
+            min_hash.update(shingles)
+        row[:] = min_hash.digest()
     return found
 
 

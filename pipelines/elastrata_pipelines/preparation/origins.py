@@ -63,17 +63,17 @@ def find_origins(
     provenance = Provenance.read(storage)
     if provenance is None:
         raise UserError(f"{storage.uri()}: an earlier version prepared it, and kept no origins")
-    wanted, found = set(ids), dict[int, Origin]()
+    missing_ids, found = set(ids), dict[int, Origin]()
     # Nothing is tokenised: ids are hashes of source, file, line and part.
     step = _tokens_of_a_part(storage, manifest)
     for number, entry in enumerate(provenance.configuration["sources"]):
         name = entry["name"] or f"source-{number}"
-        if name in paths and wanted:
+        if name in paths and missing_ids:
             config = SourceConfig.model_validate({**entry, "name": name, "paths": paths[name]})
-            for sample_id, origin in _search_source(config, wanted, manifest, step):
+            for sample_id, origin in _search_source(config, missing_ids, manifest, step):
                 found[sample_id] = origin
-                wanted.discard(sample_id)
-                if not wanted:
+                missing_ids.discard(sample_id)
+                if not missing_ids:
                     break
     return found
 
@@ -98,16 +98,16 @@ def _tokens_of_a_part(storage: Storage, manifest: Manifest) -> int | None:
 
 
 def _search_source(
-    config: SourceConfig, wanted: set[int], manifest: Manifest, step: int | None
+    config: SourceConfig, wanted_ids: set[int], manifest: Manifest, step: int | None
 ) -> Iterator[tuple[int, Origin]]:
     found = find_files(0, config)
     if found.problems:
         raise UserError(*found.problems)
     for file in found.files:
         for document in _documents(file, config):
-            for one, copy, part in _find_samples(document, wanted, config, manifest):
+            for sample_id, copy, part in _find_samples(document, wanted_ids, config, manifest):
                 yield (
-                    one,
+                    sample_id,
                     Origin(
                         source=str(config.name),
                         file=document.file,
@@ -135,11 +135,11 @@ def _documents(file: SourceFile, config: SourceConfig) -> Iterator[Document]:
 
 
 def _find_samples(
-    document: Document, wanted: set[int], config: SourceConfig, manifest: Manifest
+    document: Document, wanted_ids: set[int], config: SourceConfig, manifest: Manifest
 ) -> Iterator[tuple[int, int, int]]:
     """Yield id, copy and part of each requested sample of a document."""
     ids = _possible_ids(document, int(np.ceil(config.weight)), manifest)
-    for copy, part in np.argwhere(np.isin(ids, np.array(list(wanted), np.uint64))).tolist():
+    for copy, part in np.argwhere(np.isin(ids, np.array(list(wanted_ids), np.uint64))).tolist():
         yield int(ids[copy, part]), copy, part
 
 
@@ -148,5 +148,5 @@ def _possible_ids(document: Document, copies: int, manifest: Manifest) -> U64:
     least = _LEAST_TOKENS if manifest.pairs else max(1, manifest.seq_len // 2)
     # A token takes at least one byte, which bounds the number of parts.
     parts = utf8_size(document.text) // least + 2
-    own = combine(np.uint64(document.id), np.arange(copies, dtype=np.uint64))
-    return combine(own[:, None], np.arange(parts, dtype=np.uint64)[None, :])
+    copy_ids = combine(np.uint64(document.id), np.arange(copies, dtype=np.uint64))
+    return combine(copy_ids[:, None], np.arange(parts, dtype=np.uint64)[None, :])

@@ -156,9 +156,9 @@ def _fragments(
     ends = np.minimum(begins + size, np.repeat(np.cumsum(lengths), counts))
     text_ends = np.repeat(np.cumsum(lengths) - len(frame.end), counts)
     # The frame's end does not count towards `min_tokens`.
-    kept = np.minimum(ends, text_ends) - begins >= min_tokens
+    is_kept = np.minimum(ends, text_ends) - begins >= min_tokens
     fragment_ids = combine(np.repeat(ids, counts), number.astype(np.uint64))
-    return _Fragments(fragment_ids[kept], begins[kept], ends[kept]), tokens
+    return _Fragments(fragment_ids[is_kept], begins[is_kept], ends[is_kept]), tokens
 
 
 def _numbered(ids: U64, table: Ints) -> _Fragments:

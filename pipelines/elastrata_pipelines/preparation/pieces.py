@@ -178,10 +178,10 @@ def text_pieces(
 def _bytes_to_read(file: SourceFile, offset: int, buffered: int, least: int) -> int:
     """Return the number of bytes to read next: at least as many as are buffered."""
     # Doubling the buffer keeps the time linear for a document of any length.
-    wanted = max(least, buffered)
+    num_bytes = max(least, buffered)
     if file.compression:
-        return wanted
-    return min(wanted, max(file.bytes - offset - buffered, 0) + _SPARE_BYTES)
+        return num_bytes
+    return min(num_bytes, max(file.bytes - offset - buffered, 0) + _SPARE_BYTES)
 
 
 def refuse_bomb(file: SourceFile, unpacked: int) -> None:

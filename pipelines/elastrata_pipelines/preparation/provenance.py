@@ -67,11 +67,11 @@ class Provenance(Record):
         """Return one line, with both values, for each key in which the other provenance differs."""
         lines = list(_compare(self.configuration, asked.configuration))
         for name in {**self.files, **asked.files}:
-            existing, wanted = self.files.get(name), asked.files.get(name)
+            existing, other = self.files.get(name), asked.files.get(name)
             # Added and removed sources are differences of the configuration already.
-            if existing and wanted and existing != wanted:
+            if existing and other and existing != other:
                 lines.append(
-                    f"files of {name}: {_describe_files(existing)}, now {_describe_files(wanted)}"
+                    f"files of {name}: {_describe_files(existing)}, now {_describe_files(other)}"
                 )
         more = len(lines) - _SHOWN
         return [*lines[:_SHOWN], f"and {more} more differences"] if more > 0 else lines
@@ -81,8 +81,8 @@ def _describe_files(files: FilesOfSource) -> str:
     return f"{files.files:,} of {files.bytes:,} bytes ({files.sha256[:8]})"
 
 
-def _compare(existing: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
-    old, new = dict(_flatten("", existing)), dict(_flatten("", asked))
+def _compare(existing: dict[str, Any], requested: dict[str, Any]) -> Iterator[str]:
+    old, new = dict(_flatten("", existing)), dict(_flatten("", requested))
     for key in sorted({**old, **new}):
         before, now = (json.dumps(values[key]) if key in values else "not there"
                        for values in (old, new))  # fmt: skip

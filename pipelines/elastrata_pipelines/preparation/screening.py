@@ -128,8 +128,8 @@ def without_repeats(
     # Marks belong to documents by position only.
     if len(documents) != len(marks):
         raise UserError("sources: the text changed while it was prepared; prepare it again")
-    kept = [one for one, mark in zip(documents, marks.tolist(), strict=True) if not mark]
-    return kept, Counter(_REASONS[mark] for mark in marks[marks > 0].tolist())
+    kept_documents = [one for one, mark in zip(documents, marks.tolist(), strict=True) if not mark]
+    return kept_documents, Counter(_REASONS[mark] for mark in marks[marks > 0].tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +176,10 @@ def screened(config: PrepareConfig, numbered: NumberedPortion) -> Screened:
 
 def split(config: PrepareConfig, numbered: NumberedPortion) -> Split:
     """Read a portion, select documents, and divide them into training and held-out ones."""
-    kept = screened(config, numbered)
+    kept_part = screened(config, numbered)
     parts: tuple[list[Document], list[Document]] = ([], [])
     fraction, least = config.held_out_fraction, 1.0
-    for document in kept.documents:
+    for document in kept_part.documents:
         draw = held_out_draw(document) if fraction else 1.0
         # Sources after the training ones are held out completely.
         is_held_out = draw < fraction or numbered.source >= len(config.sources)
@@ -187,8 +187,8 @@ def split(config: PrepareConfig, numbered: NumberedPortion) -> Split:
         least = least if is_held_out else min(least, draw)
     return Split(
         documents=parts,
-        problems=kept.problems,
-        skipped=kept.skipped,
+        problems=kept_part.problems,
+        skipped=kept_part.skipped,
         least_draw=least,
     )
 
@@ -212,10 +212,10 @@ class PrintWork:
 
     def __call__(self, numbered: NumberedPortion) -> Printed:
         """Return the hashes and signatures of the documents that pass the filters."""
-        kept = screened(self.config, numbered)
+        kept_part = screened(self.config, numbered)
         return Printed(
             place=numbered.place,
             bytes=numbered.portion.bytes,
-            prints=prints(self.deduplication, kept.documents),
-            problems=kept.problems,
+            prints=prints(self.deduplication, kept_part.documents),
+            problems=kept_part.problems,
         )

@@ -41,14 +41,14 @@ class _KeptTokenizer(Record):
 
 def keep_tokenizer(storage: Storage, fingerprint: str, tokenizer: TokenizerFiles) -> None:
     """Write a trained tokenizer to the data set's folder."""
-    kept = _KeptTokenizer(
+    record = _KeptTokenizer(
         preparation=fingerprint,
         tokenizer_json=tokenizer.tokenizer_json,
         config_json=tokenizer.config_json,
         checksum=0,
     )
-    kept = kept.model_copy(update={"checksum": kept.hashed})
-    storage.write(kept.model_dump_json().encode(), KEPT_TOKENIZER)
+    record = record.model_copy(update={"checksum": record.computed_checksum})
+    storage.write(record.model_dump_json().encode(), KEPT_TOKENIZER)
 
 
 def kept_tokenizer(storage: Storage, fingerprint: str) -> TokenizerFiles | None:
@@ -60,7 +60,7 @@ def kept_tokenizer(storage: Storage, fingerprint: str) -> TokenizerFiles | None:
         record = read_record(_KeptTokenizer, storage, KEPT_TOKENIZER)
     except (FileNotFoundError, UserError):
         return None
-    if record.preparation != fingerprint or record.checksum != record.hashed:
+    if record.preparation != fingerprint or record.checksum != record.computed_checksum:
         return None
     return TokenizerFiles(record.tokenizer_json, record.config_json)
 
@@ -141,12 +141,12 @@ class Target:
         if problems := [problem for part in parts for problem in file_problems(*part)]:
             raise UserError(*(f"{problem}; {_AGAIN}" for problem in problems))
 
-    def _differences(self, asked: Provenance) -> list[str]:
+    def _differences(self, requested: Provenance) -> list[str]:
         """Return the differences between the existing data set and the one to be made."""
         existing = Provenance.read(self.storage)
         if existing is None:
             return ["an earlier version made it, which did not keep its configuration"]
-        return existing.differences(asked)
+        return existing.differences(requested)
 
     @contextlib.contextmanager
     def building(self) -> Iterator[Storage]:

@@ -314,11 +314,11 @@ def as_files(tokenizer: Any, **config: object) -> TokenizerFiles:
         saved = json.loads((Path(scratch) / "tokenizer_config.json").read_text(encoding="utf-8"))
         tokenizer_json = (Path(scratch) / "tokenizer.json").read_text(encoding="utf-8")
     # Paths and commits would make equal tokenizers differ.
-    kept = {name: value for name, value in saved.items() if name not in _VOLATILE}
-    sentencepiece = kept.get("sp_model_kwargs")
+    config_values = {name: value for name, value in saved.items() if name not in _VOLATILE}
+    sentencepiece = config_values.get("sp_model_kwargs")
     if isinstance(sentencepiece, Mapping) and sentencepiece.get("enable_sampling"):
         rest = {k: v for k, v in sentencepiece.items() if k not in _RANDOM_OF_SENTENCEPIECE}
-        kept["sp_model_kwargs"] = rest
+        config_values["sp_model_kwargs"] = rest
         switched_off.append("enable_sampling")
-    config_json = json.dumps({**kept, **config}, indent=1, sort_keys=True)
+    config_json = json.dumps({**config_values, **config}, indent=1, sort_keys=True)
     return TokenizerFiles(tokenizer_json, config_json, tuple(switched_off))

@@ -138,8 +138,8 @@ def _alphabet(tokenizer: Any, texts: Sequence[str], most: int) -> tuple[list[str
         for letter in word:
             counts[letter] += count
     ranked = sorted(counts, key=lambda letter: (-counts[letter], letter))
-    kept = set(ranked[: min(_MAX_ALPHABET, most)])
+    frequent_letters = set(ranked[: min(_MAX_ALPHABET, most)])
     return (
-        sorted({word[0] for word in words} & kept),
-        sorted({letter for word in words for letter in word[1:]} & kept),
+        sorted({word[0] for word in words} & frequent_letters),
+        sorted({letter for word in words for letter in word[1:]} & frequent_letters),
     )

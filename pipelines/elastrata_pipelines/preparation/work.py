@@ -194,8 +194,8 @@ class TokenizeWork:
         texts.clear()
         pack = {"none": cut, "concat": pack_concat, "best_fit": pack_best_fit}[self.config.packing]
 
-        def sample(ids: np.ndarray, kept: np.ndarray) -> Samples:
-            copied = Texts(ids, lengths, tokens).where(kept)
+        def sample(ids: np.ndarray, is_copied: np.ndarray) -> Samples:
+            copied = Texts(ids, lengths, tokens).where(is_copied)
             return pack(
                 copied, self.frame, seq_len=self.config.seq_len, min_tokens=self.config.min_tokens
             )
@@ -214,11 +214,11 @@ class TokenizeWork:
         pieces = [tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)]
         grouped = [[piece for piece in pieces[a:b] if len(piece)] for a, b in pairwise(bounds)]
 
-        def sample(ids: np.ndarray, kept: np.ndarray) -> Samples:
+        def sample(ids: np.ndarray, is_copied: np.ndarray) -> Samples:
             assert self.pair_frame is not None
-            chosen = [inside for inside, keep in zip(grouped, kept, strict=True) if keep]
+            chosen = [inside for inside, keep in zip(grouped, is_copied, strict=True) if keep]
             return make_pairs(
-                chosen, ids[kept].tolist(), self.pair_frame,
+                chosen, ids[is_copied].tolist(), self.pair_frame,
                 seq_len=self.config.seq_len, min_tokens=self.config.min_tokens,
                 dtype=np.dtype(self.token_dtype),
             )  # fmt: skip
