@@ -1,12 +1,12 @@
-"""Balance and padding of dealt batches at many world sizes, beside random dealing.
+"""Balance and padding of dealt batches at many world sizes, compared with random dealing.
 
     python benchmarks/balance.py ../shared/data
 
-The folder holds `wikipedia_lengths_512.json` (lengths of BERT's Wikipedia samples, Krell et al.)
-and `wikitext/train.txt`, which is prepared here with a WordPiece tokenizer of its own, cut at 512:
-as articles, nearly all of which fill samples to the last token, and as paragraphs.
-Work of a row of s tokens: 24 h^2 s + 4 h s^2 with h = 1024, one layer's FLOPs. Every micro-batch
-has at most 8,192 tokens. Writes benchmarks/results/balance.json.
+The folder contains `wikipedia_lengths_512.json` (lengths of BERT's Wikipedia samples, Krell et al.)
+and `wikitext/train.txt`. The text is prepared here with a new WordPiece tokenizer and cut at 512
+tokens, as articles, nearly all of which fill samples to the last token, and as paragraphs. The work
+of a row of s tokens is 24 h^2 s + 4 h s^2 with h = 1024, one layer's FLOPs. Every micro-batch has
+at most 8,192 tokens. Writes benchmarks/results/balance.json.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Batches = Callable[[int], Iterator[Ints]]
 
 
 def wikitext_batches(text: Path, **documents: str) -> Batches:
-    """Batches of the order of a data set prepared from WikiText."""
+    """Return batches in the order of a data set prepared from WikiText."""
     config = PrepareConfig.model_validate(
         {
             "sources": [{"paths": [str(text)], **documents}],
@@ -63,7 +63,7 @@ def _ordered(manifest: Manifest, lengths: np.ndarray) -> Batches:
 
 
 def wikipedia_batches(counts: Path) -> Batches:
-    """Batches drawn from the length histogram of Wikipedia."""
+    """Return batches of random lengths from the length histogram of Wikipedia."""
     histogram = read_histogram(str(counts))
     return lambda batch_size: drawn_batches(histogram, batch_size=batch_size, steps=STEPS)
 

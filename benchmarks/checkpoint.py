@@ -2,9 +2,10 @@
 
     python benchmarks/checkpoint.py
 
-Two ranks (gloo) hold one sharded state of some 200 MB on the local disk. Each round saves it once
-through `DurableSaver`, while the ranks go on with matrix products as a training would, and once
-with DCP's own synchronous `save`; medians over the rounds. Writes `results/checkpoint.json`.
+Two ranks (gloo) hold one sharded state of about 200 MB, on the local disk. Each round saves it once
+with `DurableSaver`, while the ranks compute matrix products in place of training steps, and once
+with DCP's synchronous `save`. The figures are medians over the rounds. Writes
+`results/checkpoint.json`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def training() -> tuple[nn.Module, torch.optim.Optimizer]:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    # A step of AdamW creates the optimizer state that is saved.
     model(torch.ones(1, WIDTH)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -46,7 +48,7 @@ def training() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def products_per_second(saver: DurableSaver | None, seconds: float) -> float:
-    """Matrix products per second, until the save in flight has ended or for some seconds."""
+    """Return the matrix products per second, during the current save or for some seconds."""
     matrix = torch.ones(WORK, WORK)
     started, done = time.perf_counter(), 0
     while saver.saving if saver else time.perf_counter() - started < seconds:
@@ -59,6 +61,7 @@ def one_round(
     storage: Storage, saver: DurableSaver, step: int, state: dict[str, Any]
 ) -> dict[str, float]:
     dist.barrier()
+    # Measured in every round, as the load of the machine changes.
     idle = products_per_second(None, 1.0)
     dist.barrier()
     started = time.perf_counter()
@@ -82,7 +85,7 @@ def one_round(
 
 
 def measure(rank: int, folder: str, rounds: int) -> dict[str, Any]:
-    """The rounds as this rank saw them, the first one apart, and the seconds of loading."""
+    """Return this rank's rounds, with the first one separate, and the seconds of loading."""
     warnings.simplefilter("ignore")
     storage = Storage(f"{folder}/checkpoints")
     Path(storage.path()).mkdir(exist_ok=True)

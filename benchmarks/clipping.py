@@ -1,17 +1,19 @@
-"""Clipping by bucket: where it runs, what it costs, what it learns.
+"""Clipping by bucket: when it runs, what it costs, and its effect on the loss.
 
     python benchmarks/clipping.py ../shared/data/wikitext
 
-On two gloo ranks, or one NCCL rank per GPU where there are GPUs, with BERT-tiny on paragraphs of
-WikiText and definitions of Python's library:
+On two gloo ranks, or on one NCCL rank per GPU if there are GPUs, with BERT-tiny on WikiText's
+paragraphs and definitions of Python's library:
 
-order: one step profiled; the reductions and clippings in the order in which they start, in
-milliseconds since the backward pass began. FSDP2 waits for each collective of gloo, so on a CPU
-nothing overlaps: this shows that clipping lies inside the backward pass, between the reductions.
-That time is hidden shows on several GPUs only.
-seconds: a step with each way of clipping, side by side: in every round each way has its turn.
-clip_seconds: of a step, by a profiler: in the clipping of buckets, and after the backward pass.
-losses: a run with each way and seed over the same batches; with the first seed at one rank, too.
+- order: the reductions and clippings of one profiled step, in the order in which they start, in
+  milliseconds since the start of the backward pass. FSDP2 waits for each gloo collective, so
+  nothing overlaps on a CPU: this shows only that clipping runs within the backward pass, between
+  the reductions. Only several GPUs show that its time is hidden.
+- seconds: a step with each clipping method; the methods take turns in every round.
+- clip_seconds: the profiled seconds per step in the clipping of buckets, and after the backward
+  pass.
+- losses: a run with each method and seed over the same batches; with the first seed also at one
+  rank.
 
 Writes benchmarks/results/clipping.json and clipping-loss.png.
 """
@@ -68,14 +70,14 @@ WARM_UP_STEPS, STEPS_PER_TURN, LAST_STEPS, CURVE_POINTS = 5, 10, 50, 50
 PROFILED_STEPS, REFERENCE = 5, "global_norm"
 COLORS = {"none": "tab:gray", REFERENCE: "tab:blue", "reduced": "tab:orange", "local": "tab:red"}
 AFTER = "clip.after_backward"
-"""The name in a profile of what is left to do after the backward pass."""
+"""Name in profiles of the work that remains after the backward pass."""
 NODE = "autograd::engine::evaluate_function"
 EVENTS = {
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
     RANGE: "clip",
 }
-"""By their names in a profile."""
+"""Kinds of events, by their names in a profile."""
 
 Run = Sequence[tuple[float, float]]
 """Loss and gradient norm of every step."""
@@ -97,12 +99,13 @@ def recipe_with(arguments: argparse.Namespace, way: str, seed: int = 0) -> Recip
 
 
 def steps_of(recipe: Recipe, rank: int, ranks: int) -> Iterator[RankStep]:
-    """This rank's part of every step."""
+    """Yield this rank's part of every step."""
     batches = training_data(recipe).train
     for group in batches.groups(
         Start(), steps=recipe.steps, batch_size=recipe.batch_size, max_tokens=2**16
     ):
         payloads = batches.payloads(group, ranks)
+        # Payloads come in the order of ranks.
         for payload in islice(payloads, rank, rank + 1):
             yield from decode(payload, batches.manifest.token_dtype)
 
@@ -138,7 +141,7 @@ class Ranged:
 
 
 class Steps:
-    """One step again and again, with one way of clipping."""
+    """Repeats one step with one clipping method."""
 
     def __init__(self, recipe: Recipe, device: torch.device, rank: int, ranks: int) -> None:
         vocabulary = training_data(recipe).train.manifest.vocabulary
@@ -148,6 +151,7 @@ class Steps:
             for rows in part.micro_batches
         ]
         weight = torch.tensor(sum(batch.weights["mlm"] for batch in self._batches), device=device)
+        # Loss weights count the predictions of all ranks.
         dist.all_reduce(weight)
         self._weights = {"mlm": float(weight)}
         model = model_of(recipe, device, ranks)
@@ -157,7 +161,7 @@ class Steps:
         self._clip = Ranged(build_clip(recipe.clip, model))
 
     def take(self, steps: int) -> list[float]:
-        """The seconds of each of some steps."""
+        """Run some steps and return the seconds of each."""
         seconds = []
         for _ in range(steps):
             dist.barrier()
@@ -176,7 +180,7 @@ class Steps:
 
 
 def profiled_order(steps: Steps) -> dict[str, Any]:
-    """Where the reductions and the clippings of one step lie, on this rank's host."""
+    """Return the times of reductions and clippings in one step, on this rank's host."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         steps.take(1)
     nodes = [event.time_range for event in found.events() if event.name.startswith(NODE)]
@@ -201,7 +205,7 @@ def profiled_order(steps: Steps) -> dict[str, Any]:
 
 
 def clip_seconds(steps: Steps) -> dict[str, float]:
-    """The seconds of clipping in a step, mean over some, on this rank's host."""
+    """Return the seconds of clipping per step, a mean over several steps, on this rank's host."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         steps.take(PROFILED_STEPS)
     spent = {RANGE: 0.0, AFTER: 0.0}
@@ -217,7 +221,7 @@ def clip_seconds(steps: Steps) -> dict[str, float]:
 def measure_steps(
     arguments: argparse.Namespace, device: torch.device, rank: int, ranks: int
 ) -> dict[str, Any]:
-    """Order and seconds, from steps that take turns."""
+    """Measure order and seconds; the methods take turns."""
     steps = {way: Steps(recipe_with(arguments, way), device, rank, ranks) for way in WAYS}
     for turn in steps.values():
         turn.take(WARM_UP_STEPS)
@@ -236,7 +240,10 @@ def measure_steps(
 def measure_losses(
     arguments: argparse.Namespace, device: torch.device, rank: int, ranks: int
 ) -> dict[str, Run]:
-    """Loss and gradient norm of every step of every run; of one rank, with the first seed only."""
+    """Return loss and gradient norm of every step of every run.
+
+    With a single rank, only for the first seed.
+    """
     runs = {}
     for seed in range(arguments.seeds if ranks > 1 else 1):
         for way in WAYS:
@@ -272,7 +279,7 @@ def on_rank(
 
 
 def measured_on(ranks: int, measurement: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The figures of rank 0."""
+    """Return the figures of rank 0."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     first, *_ = on_ranks(ranks, on_rank, measurement, ranks, arguments, backend=backend)
     found: dict[str, Any] = first
@@ -280,12 +287,12 @@ def measured_on(ranks: int, measurement: str, arguments: argparse.Namespace) -> 
 
 
 def compare(alone: Mapping[str, Run], several: Mapping[str, Run]) -> dict[str, Any]:
-    """The runs at all ranks, beside those of them that there are at one."""
+    """Return the figures of the runs at all ranks, compared with those at one rank."""
     return {name: summary(run, alone.get(name)) for name, run in several.items()}
 
 
 def summary(run: Run, alone: Run | None) -> dict[str, Any]:
-    """The figures of one run."""
+    """Return the figures of one run."""
     losses, norms = (list(values) for values in zip(*run, strict=True))
     figures = {
         "last_loss": round(statistics.fmean(losses[-LAST_STEPS:]), 4),
@@ -304,12 +311,13 @@ def summary(run: Run, alone: Run | None) -> dict[str, Any]:
 
 
 def span_means(losses: Sequence[float]) -> list[float]:
-    """Over equal spans of steps."""
+    """Return the mean losses over equal spans of steps."""
     return [float(part.mean()) for part in np.array_split(np.array(losses), CURVE_POINTS)]
 
 
 def draw(runs: Mapping[str, Run], path: Path) -> None:
-    """The losses of all runs, and below how far they are from `global_norm` with the same seed."""
+    """Draw the losses of all runs, and below their differences from `global_norm` with the same
+    seed."""
     figure = picture(8, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     curves = {name: np.array(span_means([loss for loss, _ in run])) for name, run in runs.items()}

@@ -2,12 +2,12 @@
 
     python benchmarks/data_loaders.py write|check|measure LOADER VARIANT CORPUS FOLDER
 
-The process writes, checks or measures one loader and prints one JSON object as its last line. The
-library of a loader is imported by its function alone, as few machines have all of them.
+The process writes, checks or measures one loader and prints one JSON object as its last line.
 """
 
 from __future__ import annotations
 
+# Only a loader's function imports its library, as few environments have all of them.
 import json
 import sys
 import threading
@@ -25,17 +25,17 @@ from unittest.mock import patch
 import numpy as np
 
 Batch = tuple[np.ndarray, np.ndarray]
-"""The tokens of the batch's samples end to end, and the samples' lengths. Nothing is padded."""
+"""The concatenated tokens of the batch's samples, without padding, and the samples' lengths."""
 BATCH_SIZE = 32
 WORKERS = 2
 SHUFFLE_BUFFER = 8192
-"""Samples shuffled together where a loader has a buffer: as many as in a window of Elastrata's."""
+"""Samples in a loader's shuffle buffer, if it has one: as many as in a window of Elastrata's."""
 
 Sample = TypeVar("Sample")
 
 
 class Samples:
-    """The samples of a corpus by number, uncopied."""
+    """The samples of a corpus by index, without copies."""
 
     def __init__(self, folder: Path) -> None:
         self.offsets = np.load(folder / "offsets.npy")
@@ -50,12 +50,12 @@ class Samples:
 
 
 def collate(samples: Sequence[np.ndarray]) -> Batch:
-    """A batch of samples."""
+    """Return a batch of samples."""
     return np.concatenate(samples), np.fromiter(map(len, samples), np.int64, len(samples))
 
 
 def collate_bytes(samples: Sequence[bytes]) -> Batch:
-    """A batch of samples stored as raw bytes."""
+    """Return a batch of samples that are stored as raw bytes."""
     lengths = np.fromiter(map(len, samples), np.int64, len(samples)) // 2
     return np.frombuffer(b"".join(samples), np.uint16), lengths
 
@@ -63,7 +63,7 @@ def collate_bytes(samples: Sequence[bytes]) -> Batch:
 def batched(
     samples: Iterable[Sample], collated: Callable[[Sequence[Sample]], Batch]
 ) -> Iterator[Batch]:
-    """Batches of consecutive samples; the last one may be short."""
+    """Yield batches of consecutive samples; the last one may be smaller."""
     iterator = chain(samples)  # ends once for all: litData's own starts anew when asked again
     while batch := list(islice(iterator, BATCH_SIZE)):
         yield collated(batch)
@@ -74,18 +74,19 @@ Epochs = Iterator[Iterator[Batch]]
 
 @dataclass(frozen=True)
 class Loader:
-    """How a library reads the corpus."""
+    """A library's way to read the corpus."""
 
     variants: Mapping[str, Callable[[Path], Epochs]]
-    """By name, a function from the folder of its format to its epochs, each of shuffled batches."""
+    """Functions, by name, from the folder of the library's format to its epochs of shuffled
+    batches."""
     write: Callable[[Samples, Path], None] | None
-    """Writes the corpus in a format of its own."""
+    """Writes the corpus in the library's format; None if it reads an existing one."""
     sessions: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    """By variant, what it needs around it, and a training run has anyway."""
+    """Context managers, by variant, that a training run would have anyway."""
 
 
 def _elastrata() -> Loader:
-    """Elastrata: through Ray Data as a training run gets it, and in process without Ray."""
+    """Elastrata: through Ray Data as in a training run, and in process without Ray."""
     from elastrata.driver.ray_session import ray_session
     from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Start
     from elastrata_pipelines.deal import WorkModel
@@ -98,7 +99,7 @@ def _elastrata() -> Loader:
     from elastrata_pipelines.stream import RankStream, dealt, descriptors
 
     epochs_streamed = 64
-    """Length of the run that is streamed: more than any measurement lasts."""
+    """Length of the streamed run, longer than any measurement."""
 
     def through_ray(folder: Path) -> Iterator[Iterator[Batch]]:
         batches = _batches(folder)
@@ -108,8 +109,9 @@ def _elastrata() -> Loader:
 
     @contextmanager
     def ray_until_streams_end() -> Iterator[None]:
-        """A Ray that outlives the threads of the streams: they must not call one that is gone."""
+        """Keep Ray running until the threads of the streams have ended."""
         with ray_session("local"):
+            # A thread that calls Ray after its shutdown would fail.
             others = set(threading.enumerate())
             yield
             for thread in set(threading.enumerate()) - others:
@@ -148,12 +150,12 @@ def _elastrata() -> Loader:
         return epochs_streamed * batches.manifest.samples // BATCH_SIZE
 
     def _epochs(steps: Iterable[RankStep], num_samples: int) -> Iterator[Iterator[Batch]]:
-        """Cuts the stream, in which epochs follow each other without a gap, where they end."""
+        """Split the stream, in which epochs follow each other without a gap, into epochs."""
         by_epoch = groupby(_parts(steps, num_samples), key=itemgetter(0))
         return (map(itemgetter(1), parts) for _, parts in by_epoch)
 
     def _parts(steps: Iterable[RankStep], num_samples: int) -> Iterator[tuple[int, Batch]]:
-        """Epoch and batch; a step that lies in two epochs gives each its part."""
+        """Yield epoch and batch; a step across two epochs is split into both parts."""
         for step in steps:
             first, last = (
                 position // num_samples
@@ -174,7 +176,7 @@ def _elastrata() -> Loader:
 
 
 def _grain() -> Loader:
-    """grain: ArrayRecord files, shuffled globally, without and with threads and processes."""
+    """grain: ArrayRecord files, shuffled globally, with and without threads and processes."""
     import grain
     from array_record.python.array_record_module import ArrayRecordWriter
 
@@ -216,7 +218,7 @@ def _grain() -> Loader:
 
 
 def _huggingface() -> Loader:
-    """Hugging Face datasets, map style: shuffled by indices, read as Arrow, a batch at a time."""
+    """Hugging Face datasets, map style: shuffled by indices, read as Arrow, batch by batch."""
     import datasets
     import pyarrow as pa
     from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -260,11 +262,11 @@ def _huggingface() -> Loader:
 
 
 def _litdata() -> Loader:
-    """litData: optimized chunks, shuffled, alone and with torch's worker processes."""
+    """litData: optimized chunks, shuffled, with and without torch's worker processes."""
     from litdata import StreamingDataLoader, StreamingDataset, optimize
 
     class _Reader:
-        """What `optimize` calls for each sample, in its own process."""
+        """Function that `optimize` calls for each sample, in another process."""
 
         def __init__(self, samples: Samples) -> None:
             self._samples = samples
@@ -305,7 +307,7 @@ def _litdata() -> Loader:
 
 
 def _memmap() -> Loader:
-    """Plain NumPy: a memory map of all tokens, a permutation of the samples an epoch."""
+    """Plain NumPy: a memory map of all tokens, and a permutation of the samples per epoch."""
 
     def epochs(folder: Path) -> Iterator[Iterator[Batch]]:
         samples = Samples(folder)
@@ -325,7 +327,7 @@ def _memmap() -> Loader:
 
 
 def _mosaicml_streaming() -> Loader:
-    """MosaicML Streaming: MDS shards, shuffled, alone and with torch's worker processes."""
+    """MosaicML Streaming: MDS shards, shuffled, with and without torch's worker processes."""
     # Streaming imports torchvision, and that of PyPI fails at this call beside a CPU build of
     # torch. Nothing of it is used here.
     with patch("torch.library.register_fake", lambda *_, **__: lambda function: function):
@@ -361,7 +363,7 @@ def _mosaicml_streaming() -> Loader:
 
 
 def _webdataset() -> Loader:
-    """webdataset: tar shards, shuffled by shard and buffer, alone and with worker processes."""
+    """webdataset: tar shards, shuffled by shard and buffer, with and without worker processes."""
     import webdataset
 
     shard_bytes = 32 * 2**20
@@ -415,25 +417,28 @@ SECONDS = 5.0
 
 
 def check(epochs: Epochs) -> dict[str, int]:
-    """One epoch, whole: what must be equal for all loaders, whatever their order."""
+    """Read one epoch; return its samples, tokens and checksum, which all loaders must agree on."""
     samples = tokens = checksum = 0
     for values, lengths in next(epochs):
         samples, tokens = samples + len(lengths), tokens + len(values)
         for sample in np.split(values, np.cumsum(lengths)[:-1]):
+            # A sum, because the loaders' orders differ.
             checksum = (checksum + zlib.crc32(sample.tobytes())) % 2**64
     return {"samples": samples, "tokens": tokens, "checksum": checksum}
 
 
 def measure(epochs: Epochs, begun: float) -> dict[str, float]:
-    """Tokens per second after a warm-up, epoch after epoch, and seconds to the first batch.
+    """Return tokens per second after a warm-up, over several epochs, and seconds to the first
+    batch.
 
-    The change from one epoch to the next is not counted. Every token is read.
+    The transition from one epoch to the next does not count. Every token is read.
     """
     first: float | None = None
     tokens, seconds, total = 0, 0.0, 0
     for epoch in epochs:
         last: float | None = None
         for values, _ in epoch:
+            # Reads every token: some loaders return memory maps, which read nothing by themselves.
             total += int(values.sum(dtype=np.uint64))
             now = time.perf_counter()
             first = first or now

@@ -1,13 +1,13 @@
-"""The cost of the engine: steps/s of `elastrata train` beside a bare PyTorch loop.
+"""The overhead of the engine: steps/s of `elastrata train` compared with a bare PyTorch loop.
 
     python benchmarks/engine.py DATA_SET
 
-All run BERT-mini over the same micro-batches of the same steps with one thread, the same AdamW
-and the same clipping; the bare loop gets its micro-batches ready-made. `loop` is the engine's own
-loop on the model as it divides it, by itself: what it costs without the other processes of a run,
-which need a core of their own. They take turns, and the median over the rounds of the ratio of
-their median steps counts. All run at the niceness that Elastrata gives its workers. DATA_SET is
-prepared by `elastrata prepare bert/wikitext-mini`.
+All train BERT-mini on the same micro-batches of the same steps with one thread, the same AdamW and
+the same clipping; the bare loop's micro-batches are collated in advance. `loop` is the engine's own
+loop on its sharded model, without the other processes of a run, which need a core for themselves.
+The variants take turns; the figures are medians over the rounds of the ratios of their median
+steps. All run at the niceness of Elastrata's workers. `elastrata prepare bert/wikitext-mini`
+prepares DATA_SET.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from elastrata_pipelines.payload import RankStep, decode
 
 STEPS, WARM_UP = 60, 10
 NICENESS = "0"
-"""The niceness of the workers of Elastrata."""
+"""Niceness of Elastrata's workers."""
 
 
 def overrides(data: str) -> list[str]:
@@ -50,14 +50,14 @@ def overrides(data: str) -> list[str]:
 
 
 def engine_seconds(data: str) -> float:
-    """Median seconds from one step's end to the next, through `elastrata train`."""
+    """Return the median seconds between the ends of steps of `elastrata train`."""
     steps = trained_steps("bert/wikitext-mini", *overrides(data))
     times = [step["time"] for step in steps][WARM_UP:-1]
     return statistics.median(later - earlier for earlier, later in pairwise(times))
 
 
 def bare_seconds(recipe: Recipe) -> float:
-    """Median seconds of a step of a plain loop over the same micro-batches."""
+    """Return the median seconds of a step of a plain loop over the same micro-batches."""
     torch.set_num_threads(1)
     batches = training_data(recipe).train
     vocabulary, workload = batches.manifest.vocabulary, recipe.workload
@@ -82,7 +82,7 @@ def bare_seconds(recipe: Recipe) -> float:
 
 
 def loop_seconds(recipe: Recipe) -> float:
-    """Median seconds of a step of the engine's loop, without Ray."""
+    """Return the median seconds of a step of the engine's loop, without Ray."""
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
     data = training_data(recipe).train
@@ -100,7 +100,7 @@ def loop_seconds(recipe: Recipe) -> float:
 
 
 def stream(recipe: Recipe) -> Iterator[RankStep]:
-    """The steps of a single rank."""
+    """Yield the steps of a single rank."""
     data = training_data(recipe).train
     groups = data.groups(Start(), steps=STEPS, batch_size=recipe.batch_size, max_tokens=2**20)
     for group in groups:

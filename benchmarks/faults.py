@@ -1,14 +1,14 @@
-"""How long a run takes to go on after each kind of fault, and what it loses.
+"""Time to resume after each kind of fault, and the steps lost.
 
     PYTHONPATH=tests python benchmarks/faults.py
 
-Trains a small model with two workers on a Ray cluster of several nodes on this machine, and does
-the same thing to it several times: a worker is killed or stopped, a node is killed, drained or
-added, the driver is interrupted or killed and started again. Times come from the run's own history:
-from the injection to the entry that says what happened, and to the first step after it. Every
-run's digests are compared with those of an undisturbed run. With --anew all workers are started
-anew (`workers.stay: false`), and the results have a place of their own. The picture has a bar for
-each kind that lost workers: the phases of the trial with the median time to the next step.
+Trains a small model with two workers on a Ray cluster of several nodes on this machine and injects
+the same fault several times: a worker is killed or stopped; a node is killed, drained or added; the
+driver is interrupted or killed, and restarted. Times come from the run's history, from the
+injection to the entry that reports the event, and to the next step. Every run's digests are
+compared with those of an undisturbed run. With --anew all workers restart (`workers.stay: false`),
+and the results are stored separately. The picture has a bar for each kind of fault that stops
+workers: the phases of the trial with the median time to the next step.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from support.live_run import LiveRun
 from support.nodes import Nodes, actors, nodes, send, train_workers
 from support.short_steps import CPUS, write_recipe
 
+# By then its spare workers have finished their imports.
 SETTLED_STEPS = 60
 SETTLED_SECONDS = 12.0
-"""A group has settled after so many steps and seconds: its spares have done their imports."""
+"""Steps and seconds after which a group has settled."""
 STEPS = 12_000
 COMPARED_STEPS = 600
-"""The undisturbed run takes so many."""
+"""Number of steps of the undisturbed run."""
 Injection = Callable[[Nodes, LiveRun, list[Any]], None]
 Trials = tuple[list[dict[str, Any]], list[Any]]
-"""A row for each trial, and the steps that made the model."""
+"""A row for each trial, and the steps that produced the final model."""
 
 
 def kill_worker(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
@@ -60,7 +61,7 @@ def kill_controller(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
 
 
 def stop_actor(name: str) -> Injection:
-    """SIGSTOP to a helper of the run."""
+    """Return an injection that sends SIGSTOP to a helper actor of the run."""
 
     def stop(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
         send(actors(name, cluster.address)[-1], signal.SIGSTOP)
@@ -81,23 +82,25 @@ INJECTIONS: dict[str, Injection] = {
     "node drained": drain_node,
     "node added": add_node,
 }
+# The figure of these faults is the longest time between two steps.
 UNNOTICED: dict[str, Injection] = {
     "split coordinator stopped, 10 s allowed": stop_actor("SplitCoordinator"),
     "control channel stopped, 10 s allowed": stop_actor("ControlChannel"),
     "registry of hot copies stopped, 10 s allowed": stop_actor("ReplicaRegistry"),
     "store of hot copies stopped, 10 s allowed": stop_actor("ReplicaStore"),
 }
-"""After these the same group goes on: what counts is the longest time between two steps."""
+"""Faults that do not stop the group."""
 UNNOTICED_SECONDS = 60.0
 ALTERNATES = {"node killed": add_node, "node drained": add_node, "node added": drain_node}
-"""The repair after each trial, so that the next one finds the same cluster; not counted."""
+"""Repair after each trial, not measured, so that the next trial starts with the same cluster."""
 SIGNALS = {"driver interrupted (SIGTERM)": signal.SIGTERM, "driver killed": signal.SIGKILL}
+# The last lines of the history die with the driver.
 UNCOUNTED = "driver killed"
-"""How many steps are then done again nobody knows: the last lines of the history die, too."""
+"""Fault after which the number of repeated steps is unknown."""
 
 
 def disturbed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Trials:
-    """One run, disturbed in the same way again and again."""
+    """Measure one run with repeated injections of the same fault."""
     with nodes() as cluster:
         alive = [cluster.add(cpus=CPUS)]
         if kind != "node added":
@@ -122,7 +125,7 @@ def disturbed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Tri
 
 
 def unnoticed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Trials:
-    """One run, a helper of which is stopped again and again."""
+    """Measure one run in which a helper actor is stopped repeatedly."""
     with nodes() as cluster:
         alive = [cluster.add(cpus=CPUS), cluster.add(cpus=CPUS)]
         live = LiveRun(recipe, name, log, "--address", cluster.address, f"steps={STEPS}")
@@ -139,7 +142,7 @@ def unnoticed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Tri
 
 
 def pause(live: LiveRun, begun: float) -> dict[str, Any]:
-    """The longest time between two steps after `begun`."""
+    """Return the longest time between two steps after `begun`."""
     end = begun + UNNOTICED_SECONDS
     times = [entry["time"] for entry in live.of_kind("step") if begun - 1 < entry["time"] < end]
     longest = max(later - earlier for earlier, later in itertools.pairwise(times))
@@ -153,7 +156,7 @@ def pause(live: LiveRun, begun: float) -> dict[str, Any]:
 
 
 def restarted(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Trials:
-    """One run whose driver is signalled and started again; times count from the signal."""
+    """Measure one run whose driver is signalled and restarted; times count from the signal."""
     arguments = ("workers.min=2", "workers.max=2", f"steps={STEPS}")
     live = LiveRun(recipe, name, log, *arguments)
     injected = []
@@ -171,7 +174,7 @@ def restarted(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Tri
 
 
 def row(live: LiveRun, begun: float) -> dict[str, Any]:
-    """The figures of the history about the first change after `begun`."""
+    """Return the figures of the first change in the history after `begun`."""
     entries = sorted(live.entries(), key=lambda entry: float(entry["time"]))
     later = [entry for entry in entries if entry["time"] > begun]
     start = next(entry for entry in later if entry["kind"] == "started")
@@ -193,7 +196,7 @@ def row(live: LiveRun, begun: float) -> dict[str, Any]:
 def phases(begun: float, noted: Any, start: Any, step: Any) -> dict[str, float]:
     """Return the seconds from an injection to the next step, phase by phase.
 
-    A group's `started` entry holds the seconds of its own phases, up to that entry.
+    A group's `started` entry contains the seconds of its phases up to that entry.
     """
     of_group: dict[str, float] = start["seconds"]
     found = {
@@ -225,7 +228,7 @@ def draw(results: dict[str, Any]) -> None:
 
 
 def compared(steps: list[Any], undisturbed: list[Any]) -> dict[str, Any]:
-    """Whether every step that both have got the same samples, and how far their losses differ."""
+    """Compare the steps that both runs have: same samples, and differences of losses."""
     expected = {step["step"]: step for step in undisturbed}
     pairs = [(step, expected[step["step"]]) for step in steps if step["step"] in expected]
     return {
@@ -253,7 +256,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure_of(kind: str) -> Callable[..., Trials]:
-    """How trials of a kind are made."""
+    """Return the function that measures trials of a kind of fault."""
     if kind in UNNOTICED:
         return unnoticed
     return disturbed if kind in INJECTIONS else restarted

@@ -1,8 +1,8 @@
-"""The cases of `gpu.py`: whether a GPU computes what it should, how fast, and in how much memory.
+"""The cases of `gpu.py`: correctness, speed and memory of models on a GPU.
 
-A case is a function, run in a process of its own, whose result is a row. Beside its own arguments
-it takes what `gpu.py` passes to every case (`Told`). `is_right` in a result says whether what was
-computed is what it should be.
+A case is a function that runs in its own process and returns a row. In addition to its own
+arguments it takes those that `gpu.py` passes to every case (`Told`). `is_right` in a result says
+whether the computed values are correct.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ TINY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What `gpu.py` tells every case.
+    """Arguments that `gpu.py` passes to every case.
 
     Raises:
-        RuntimeError: the device is not there.
+        RuntimeError: the device is unavailable.
     """
 
     device: str
@@ -90,12 +90,12 @@ class Told:
 
     @property
     def is_measured(self) -> bool:
-        """Whether figures count."""
+        """Whether the figures are meaningful."""
         return not self.is_tiny and self.device != "fake"
 
     def recipe(self, model: str, overrides: Sequence[str] = ()) -> Recipe:
-        """A recipe, of a tiny model where that is wanted; nothing is compiled on a CPU, where it
-        takes minutes and is not what is tried."""
+        """Return a recipe, of a tiny model if `is_tiny`; compiled on a GPU only."""
+        # Compilation takes minutes on a CPU, and is not under test there.
         last = () if self.device == "cuda" else ("compile=false",)
         tiny = TINY[model.partition("/")[0]] if self.is_tiny else ()
         usual = "precision=fp32" if self.device == "cpu" else "precision=bf16"
@@ -103,7 +103,7 @@ class Told:
         return load_recipe(model, [usual, *tiny, *kept, *last])
 
     def lengths(self, wanted: str) -> str:
-        """As `bench_samples` takes them."""
+        """Return the lengths in the form that `bench_samples` accepts."""
         return self.histogram if wanted == NATURAL else wanted
 
 
@@ -122,7 +122,7 @@ def _threads(recipe: Recipe) -> Iterator[None]:
 
 
 def records(recipe: Recipe, samples: Samples, device: torch.device) -> list[StepRecord]:
-    """The engine's own steps on a device."""
+    """Return the records of the engine's own steps on a device."""
     with lone_group(device), _threads(recipe):
         return list(steps_after(*engine(recipe, samples, device), samples, 0))
 
@@ -130,6 +130,7 @@ def records(recipe: Recipe, samples: Samples, device: torch.device) -> list[Step
 def engine(
     recipe: Recipe, samples: Samples, device: torch.device
 ) -> tuple[DividedModel, torch.optim.Optimizer, Loop]:
+    # A fixed length: the recipe's real data set is not there to derive one from.
     endless = recipe.model_copy(update={"steps": 1000, "epochs": None, "tokens": None})
     divided = divided_model(endless, samples.vocabulary, samples.seq_len, device, 1)
     blocks = recipe.workload.blocks(divided.model)
@@ -144,7 +145,7 @@ def steps_after(
     samples: Samples,
     done: int,
 ) -> Iterator[StepRecord]:
-    """The steps after the first `done` ones."""
+    """Return an iterator over the steps after the first `done` ones."""
     run = loop.run(
         divided.forward_backward, optimizer, samples.steps[done:], Start(), lambda: Action.GO_ON
     )
@@ -152,7 +153,7 @@ def steps_after(
 
 
 def tensors(divided: DividedModel, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Every tensor of a training state, this rank's part."""
+    """Yield every tensor of a training state, this rank's part."""
     state = training_state(divided.model, optimizer)
     for part in sorted(state):
         for name in sorted(state[part]):
@@ -165,24 +166,27 @@ SMALL = ("workload.num_layers=4", "batch_size=8", "micro_batch_tokens=8192")
 """Overrides of `gpt/125m` for checks."""
 EXACT = ("precision=fp32", "compile=false", "workload.attention=dense", "optimizer.fused=false")
 HEADS = {"bert": (16, 16, False), "gpt": (12, 12, True), "llama": (16, 4, True)}
-"""Heads of the query, of key and value, and whether attention is causal."""
+"""Query heads, key and value heads, and whether attention is causal."""
+# Around powers of two, equal neighbours and a single token: the edge cases of varlen kernels.
 LENGTHS = (512, 511, 300, 300, 128, 65, 64, 63, 7, 1)
 ATTENTION_BF16, LOSS_BF16 = 1e-2, 2e-3
-"""Allowed relative differences, as in `bert_check.py`."""
+"""Tolerated relative differences in bf16."""
+# Optimizers that divide by a square root amplify rounding errors.
 LOSS_FP32 = 1e-3
-"""Over several steps: an optimizer that divides by a root enlarges what rounding does."""
+"""Tolerated relative difference after several steps."""
+# A GPU may add up sums in another order each time.
 RESTORED = 1e-5
-"""Of the loss after a restart; sums on a GPU may be taken in another order each time."""
+"""Tolerated relative difference of the loss after a restart."""
 
 
-def attention_beside_dense(**told: Any) -> Row:
-    """Unpadded attention in bf16 beside dense attention in fp32: results and gradients."""
-    Told(**told)
-    differences = {name: _attention_differs(*shape) for name, shape in HEADS.items()}
-    return _checked(differences, ATTENTION_BF16)
+def attention_beside_dense(**options: Any) -> Row:
+    """Compare unpadded attention in bf16 with dense attention in fp32: results and gradients."""
+    Told(**options)
+    differences = {name: _attention_difference(*shape) for name, shape in HEADS.items()}
+    return _compare_with_tolerance(differences, ATTENTION_BF16)
 
 
-def _attention_differs(heads: int, kv_heads: int, causal: bool) -> float:
+def _attention_difference(heads: int, kv_heads: int, causal: bool) -> float:
     device = current_device()
     torch.manual_seed(0)
     tokens, size = sum(LENGTHS), 64
@@ -201,10 +205,12 @@ def _attention_differs(heads: int, kv_heads: int, causal: bool) -> float:
     return max(relative([ours], [exact]) for ours, exact in pairs)
 
 
-def steps_beside_cpu(**told: Any) -> Row:
-    """Losses and gradient norms of some steps on this device beside those on the CPU, in fp32, for
-    each way of clipping."""
-    Told(**told)
+def steps_beside_cpu(**options: Any) -> Row:
+    """Compare losses and gradient norms of some steps on this device with those on the CPU.
+
+    In fp32, for each clipping method.
+    """
+    Told(**options)
     differences: dict[str, float] = {}
     for model in ("gpt/125m", "bert/base"):
         for clip in ("none", "global_norm", "bucketwise"):
@@ -217,13 +223,15 @@ def steps_beside_cpu(**told: Any) -> Row:
                     abs(getattr(one, what) / getattr(other, what) - 1)
                     for one, other in zip(here, there, strict=True)
                 )
-    return _checked(differences, LOSS_FP32)
+    return _compare_with_tolerance(differences, LOSS_FP32)
 
 
-def ways_agree(**told: Any) -> Row:
-    """The loss after some steps in bf16: compiled or not, with each way of checkpointing, beside
-    that of fp32 with dense attention."""
-    wanted = Told(**told)
+def ways_agree(**options: Any) -> Row:
+    """Compare the bf16 loss after some steps with that of fp32 and dense attention.
+
+    With and without compilation, for each mode of activation checkpointing.
+    """
+    wanted = Told(**options)
     sizes = () if wanted.is_tiny else SMALL
     exact = wanted.recipe("gpt/125m", [*sizes, *EXACT])
     samples = bench_samples(exact, "full", steps=3)
@@ -235,13 +243,15 @@ def ways_agree(**told: Any) -> Row:
             recipe = wanted.recipe("gpt/125m", overrides)
             loss = records(recipe, samples, current_device())[-1].loss
             differences[f"compile {compiled}, {way}"] = abs(loss / expected - 1)
-    return _checked(differences, LOSS_BF16)
+    return _compare_with_tolerance(differences, LOSS_BF16)
 
 
-def saved_and_loaded(**told: Any) -> Row:
-    """A run that is saved after two steps, and one that goes on from there: the state bit by bit,
-    and the losses of the steps after it."""
-    wanted = Told(**told)
+def saved_and_loaded(**options: Any) -> Row:
+    """Compare a run that is saved after two steps with one that resumes from there.
+
+    The state must be equal bit by bit, and the losses of later steps within `RESTORED`.
+    """
+    wanted = Told(**options)
     recipe = wanted.recipe("gpt/125m", [*(() if wanted.is_tiny else SMALL), *EXACT])
     samples = bench_samples(recipe, "full", steps=4)
     problems: list[str] = []
@@ -270,46 +280,50 @@ def saved_and_loaded(**told: Any) -> Row:
         f"loss of step {step}": abs(one / other - 1)
         for step, one, other in zip((3, 4), again, through, strict=True)
     }
-    row = _checked(differences, RESTORED)
+    row = _compare_with_tolerance(differences, RESTORED)
     return {**row, "state_is_equal": is_equal, "problems": problems} | {
         "is_right": row["is_right"] and is_equal and not problems
     }
 
 
-def streams(**told: Any) -> Row:
-    """Some steps under PyTorch's sanitizer of CUDA streams, which raises where a kernel may read
-    what another stream still writes."""
-    wanted = Told(**told)
+def streams(**options: Any) -> Row:
+    """Run some steps under PyTorch's CUDA stream sanitizer.
+
+    The sanitizer raises if a kernel may read memory that another stream still writes.
+    """
+    wanted = Told(**options)
     overrides = ["workload.num_layers=4", "batch_size=4", "micro_batch_tokens=4096"]
     recipe = wanted.recipe("gpt/125m", [*overrides, "compile=false"])
     samples = bench_samples(recipe, "full", steps=3)
     return {"loss": records(recipe, samples, current_device())[-1].loss}
 
 
-def bert_agrees(*, model: str, lengths: str, **told: Any) -> Row:
-    """BERT's losses and gradients, unpadded beside dense, compiled beside eager."""
-    wanted = Told(**told)
+def bert_agrees(*, model: str, lengths: str, **options: Any) -> Row:
+    """Compare BERT's losses and gradients: unpadded with dense, compiled with eager."""
+    wanted = Told(**options)
     sizes = TINY["bert"] if wanted.is_tiny else ("batch_size=16",)
     overrides = [*sizes, *(("compile=false",) if wanted.device == "cpu" else ())]
     checks = check(model, overrides, wanted.lengths(lengths))
     return {"checks": checks, "is_right": not list(failures(model, checks))}
 
 
-def _checked(differences: dict[str, float], tolerance: float) -> Row:
-    """NaN is not right."""
+def _compare_with_tolerance(differences: dict[str, float], tolerance: float) -> Row:
+    """Return a row that is right if all differences are within the tolerance."""
+    # NaN fails, too: it compares as False.
     is_right = all(difference <= tolerance for difference in differences.values())
     return {"differences": differences, "tolerance": tolerance, "is_right": is_right}
 
 
+# Several micro-batches, so that the optimizer's share of the time is as small as in training.
 TOKENS = 131_072
-"""Of a step: several micro-batches, so that the update counts as little as in training."""
+"""Tokens of a step."""
 WARM_UP, STEPS = 3, 8
 TRACED_AFTER = 3
 
 
-def machine(**told: Any) -> Row:
-    """The machine and its software."""
-    Told(**told)
+def machine(**options: Any) -> Row:
+    """Return a description of the machine and its software."""
+    Told(**options)
     device = current_device()
     about: Row = {
         "device": device_name(device),
@@ -333,21 +347,21 @@ def steps(
     padded: bool = False,
     aim: float | None = None,
     published: float | None = None,
-    **told: Any,
+    **options: Any,
 ) -> Row:
-    """`elastrata bench step`, with the memory that the plan has for it.
+    """Measure steps as `elastrata bench step` does, with the planner's memory estimate.
 
     Args:
-        model: its recipe.
-        overrides: of it.
-        lengths: of the samples.
-        padded: whether they are padded, with dense attention, as most code trains.
-        aim: the MFU that is hoped for.
-        published: sequences per second to compare with.
-        told: see `Told`.
+        model: name of the recipe.
+        overrides: overrides of the recipe.
+        lengths: lengths of the samples.
+        padded: whether samples are padded and attention is dense, as in most training code.
+        aim: target MFU.
+        published: published sequences per second to compare with.
+        options: see `Told`.
     """
-    wanted = Told(**told)
-    recipe = wanted.recipe(model, [*_samples_of_a_step(wanted, model), *overrides])
+    wanted = Told(**options)
+    recipe = wanted.recipe(model, [*_batch_size_override(wanted, model), *overrides])
     histogram = wanted.lengths(lengths)
     if padded:
         recipe = padded_recipe(recipe, histogram)
@@ -361,10 +375,11 @@ def steps(
         "plan_allocated_bytes": round(allocated),
         "aim": aim,
     }
-    _refuse_what_cannot_fit(plan)
+    _check_memory(plan)
     is_padded = isinstance(recipe.workload, PaddedBert)
     with attention_by(padded_attention) if is_padded else nullcontext():
         figures = asdict(measure_steps(recipe, samples, warm_up=counts[0]))
+    # The row of the case `machine` has it.
     del figures["mfu_convention"]
     row |= {**figures, "allocated_bytes": figures.pop("peak_memory_bytes")}
     if current_device().type == "cuda":
@@ -375,7 +390,7 @@ def steps(
     return row
 
 
-def _samples_of_a_step(wanted: Told, model: str) -> list[str]:
+def _batch_size_override(wanted: Told, model: str) -> list[str]:
     if wanted.is_tiny or not model.startswith("gpt/"):
         return []
     recipe = load_recipe(model, [])
@@ -384,8 +399,10 @@ def _samples_of_a_step(wanted: Told, model: str) -> list[str]:
 
 
 def _plan_bytes(recipe: Recipe, samples: Samples) -> tuple[float, float]:
-    """The plan's memory of a step on one device; and without what it has for the driver and for
-    the allocator."""
+    """Return the planned memory of a step on one device, total and allocated by tensors only.
+
+    The latter excludes the planner's allowances for the driver and for fragmentation.
+    """
     device = current_device()
     name = device_name(device) if device.type == "cuda" else "CPU"
     spec = model_spec(recipe.workload, samples.vocabulary, samples.seq_len)
@@ -398,17 +415,18 @@ def _plan_bytes(recipe: Recipe, samples: Samples) -> tuple[float, float]:
     return planned, (planned - choices.cluster.device.reserved_bytes) / wasted
 
 
-def _refuse_what_cannot_fit(plan: float) -> None:
-    """Minutes of building and compiling are not spent on what is to run out of memory anyway."""
+def _check_memory(plan: float) -> None:
+    """Raise OutOfMemoryError if the plan exceeds the free memory by more than 10%."""
     if current_device().type == "cuda":
+        # Saves minutes of building and compiling a model that would run out of memory anyway.
         free, _ = torch.cuda.mem_get_info()
         if plan > 1.1 * free:
             raise torch.OutOfMemoryError(f"the plan has {plan:.4g} bytes, {free:.4g} are free")
 
 
-def trace(*, model: str, overrides: Sequence[str], lengths: str, **told: Any) -> Row:
-    """A profile of one step of two micro-batches: its trace as a file, and the longest kernels."""
-    wanted = Told(**told)
+def trace(*, model: str, overrides: Sequence[str], lengths: str, **options: Any) -> Row:
+    """Profile one step of two micro-batches: write a trace file and return the longest kernels."""
+    wanted = Told(**options)
     recipe = wanted.recipe(model, overrides)
     mean = recipe.data.prepare.seq_len if lengths == "full" else 256
     size = max(2, 2 * recipe.micro_batch_tokens // mean)
@@ -437,17 +455,17 @@ def _activities() -> list[ProfilerActivity]:
     return [ProfilerActivity.CPU, *on_device]
 
 
-def two_four_products(*, model: str, **told: Any) -> Row:
-    """Every layer's products with 2:4 kernels beside dense ones."""
-    wanted = Told(**told)
+def two_four_products(*, model: str, **options: Any) -> Row:
+    """Compare every layer's products with 2:4 kernels with dense ones."""
+    wanted = Told(**options)
     repeats = 1 if wanted.is_tiny else 20
     found = products(wanted.recipe(model), repeats, lambda function, *args: function(*args))
     return {"products": list(found)}
 
 
-def clip_beside(*, model: str, overrides: Sequence[str], lengths: str, **told: Any) -> Row:
-    """The share of clipping that lies beside other work."""
-    wanted = Told(**told)
+def clip_beside(*, model: str, overrides: Sequence[str], lengths: str, **options: Any) -> Row:
+    """Measure the share of clipping that overlaps other work."""
+    wanted = Told(**options)
     recipe = wanted.recipe(model, overrides)
     return {"clip": profiled_clip(recipe, wanted.lengths(lengths))}
 

@@ -1,13 +1,17 @@
-"""A data set of two billion samples, as a run opens it: seconds and memory. No shard is there.
+"""Opening a data set of two billion samples, as a run does: seconds and memory.
 
     python benchmarks/large_data.py [--shards N] [--beside CHECKOUT]
 
-A manifest of N shards, each of 40 stripes of 512 samples, is written by hand, and looked at as a
-run's driver and its readers do, each time in a process of its own. The manifest is read; a place
-of the order is sought, in an epoch that nobody has looked at, and another one in that epoch; the
-stripes of a batch are looked up among the shards, up to the first one that is not there; the groups
-of a run of a million steps are counted. With --beside the version in that folder, such as one that
-`git worktree add` made, takes turns with this one. Writes results/large_data.json.
+Writes a manifest of N shards, each of 40 stripes of 512 samples, without the shards themselves.
+Then uses it as a run's driver and readers do, each time in a new process:
+
+- reads the manifest;
+- seeks a position of the order, in an epoch that was not used before, and then another one there;
+- looks up the stripes of a batch among the shards, up to the first missing shard;
+- counts the groups of a run of a million steps.
+
+With --beside the version in that folder, such as one that `git worktree add` creates, alternates
+with this one. Writes results/large_data.json.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ Value = TypeVar("Value")
 
 
 def write_manifest(folder: Path, shards: int) -> None:
-    """A manifest as `elastrata prepare` writes it."""
+    """Write a manifest as `elastrata prepare` does."""
     from elastrata_pipelines.format import FileEntry, Manifest, SourceEntry, Vocabulary
     from elastrata_pipelines.storage import Storage
 
@@ -76,14 +80,14 @@ def write_manifest(folder: Path, shards: int) -> None:
 
 
 def timed(call: Callable[[], Value]) -> tuple[float, Value]:
-    """Seconds of a call, and its value."""
+    """Return the seconds of a call, and its result."""
     begun = time.perf_counter()
     value = call()
     return time.perf_counter() - begun, value
 
 
 def looked_at(folder: str) -> dict[str, float]:
-    """The figures of the version that this process imports."""
+    """Return the figures of the version of Elastrata that this process imports."""
     import numpy as np
 
     from elastrata_pipelines.batches import Batches, Start

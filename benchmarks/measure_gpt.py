@@ -1,10 +1,10 @@
-"""One process of benchmarks/gpt_quality.py: a causal model in transformers.
+"""A process of benchmarks/gpt_quality.py: a causal model in transformers.
 
     python benchmarks/measure_gpt.py loss MODEL HELD_OUT
     python benchmarks/measure_gpt.py train MODEL HELD_OUT TOKENS SETTINGS
 
-Prints, as its last line, the held-out loss; or the curve of a training run: a list of tokens seen
-and the held-out loss then.
+Prints the held-out loss as its last line; or, after a training run, the curve, a list of tokens
+seen and held-out loss.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+# Before the import of transformers, which reads it then.
 os.environ |= {"HF_HUB_OFFLINE": "1"}
 
 import numpy as np
@@ -30,11 +31,11 @@ from transformers import (
 )
 
 AT_ONCE, IGNORED = 16, -100
-"""Documents of one forward pass; the label of padding."""
+"""Documents per forward pass, and the label of padding."""
 
 
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """Documents end to end, cut into blocks of equal length."""
+    """Concatenated documents, cut into blocks of equal length."""
 
     def __init__(self, tokens: np.ndarray, length: int) -> None:
         whole = len(tokens) // length * length
@@ -49,9 +50,10 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, held_out: Path) -> float:
-    """Mean over all tokens that have one before them in their document."""
+    """Return the mean loss over all tokens that have a predecessor in their document."""
     stored = np.load(held_out)
     parts = np.split(stored["tokens"].astype(np.int64), np.cumsum(stored["lengths"])[:-1])
+    # Sorted by length, so that batches have little padding.
     parts = sorted((part for part in parts if len(part) > 1), key=len)
     model.eval()
     total, count = 0.0, 0

@@ -1,13 +1,13 @@
-"""The stream of a mixture beside that of one data set, in one run.
+"""The cost of reading a mixture, compared with a single data set.
 
     python benchmarks/mixtures.py
 
-One data set of `SAMPLES` samples, and three of a third of them each with shares of 50, 30 and 20%,
-all of random tokens and lengths; all ranks' payloads of consecutive groups of steps, read from
-files, ordered and dealt, a group of one stream and a group of the other by turns, in this process.
-Figures are medians over the rounds, in CPU time, as other work on the machine stretches the other:
-of the first step, with a new order and a new reader, and of the groups behind it. Then the seconds
-on the clock to the first batch through Ray Data, as a run has it, of one rank.
+Compares one data set of `SAMPLES` samples with three of a third of them each, mixed with shares of
+50, 30 and 20%; all have random tokens and lengths. Reads, orders and deals all ranks' payloads of
+consecutive groups of steps, in this process, alternating between the two streams. The figures are
+medians over the rounds, of the first step (with a new order and a new reader) and of the following
+groups. They are CPU times, as other work on the machine affects wall-clock times. Then measures the
+wall-clock seconds to the first batch through Ray Data, as in a run, for one rank.
 
 Writes benchmarks/results/mixtures.json.
 """
@@ -44,10 +44,11 @@ IDS = 30_522
 
 
 def write_data_set(folder: Path, samples: int, seed: int) -> Manifest:
-    """Random tokens; lengths from 32 to `SEQ_LEN`."""
+    """Write a data set of random tokens, with lengths from 32 to `SEQ_LEN`."""
     rng, storage = np.random.default_rng(seed), Storage(str(folder))
     lengths = rng.integers(32, SEQ_LEN + 1, samples).astype(np.int32)
     for first in range(0, samples, STRIPE):
+        # Samples of a stripe are stored longest first, as `prepare` does.
         lengths[first : first + STRIPE] = -np.sort(-lengths[first : first + STRIPE])
     size = STRIPE * STRIPES_PER_SHARD
     files = [
@@ -126,7 +127,7 @@ def phase_of(batches: Batches, steps: int) -> Phase:
 
 
 def spent(batches: Batches) -> Iterator[float]:
-    """Milliseconds of CPU time that each group of steps takes."""
+    """Yield the milliseconds of CPU time of each group of steps."""
     phase = phase_of(batches, STEPS)
     reader = phase.batches.stripes()
     for group in phase.groups(Start(), max_tokens=MAX_GROUP_TOKENS):
@@ -137,7 +138,7 @@ def spent(batches: Batches) -> Iterator[float]:
 
 
 def round_of(folder: Path, seed: int) -> dict[str, float]:
-    """Both streams, a group of each by turns; who is first changes from turn to turn."""
+    """Measure both streams, alternating by groups; the one that goes first alternates, too."""
     streams = {name: spent(batches_of(folder, parts, seed)) for name, parts in STREAMS.items()}
     taken: dict[str, list[float]] = {name: [] for name in STREAMS}
     for turn in count(seed):
@@ -159,13 +160,14 @@ def round_of(folder: Path, seed: int) -> dict[str, float]:
 
 
 def seconds_to_first_batch(batches: Batches) -> float:
-    """Through Ray Data, from its plan on."""
+    """Return the seconds to the first batch through Ray Data, planning included."""
     phases = [phase_of(batches, RAY_STEPS)]
     began = time.perf_counter()
     (split,) = dealt(descriptors(phases, Start()), phases, 1)
     steps = iter(RankStream(split, batches.manifest.token_dtype))
     next(steps)
     seconds = time.perf_counter() - began
+    # Reads to the end, so that no task of this stream runs during the next measurement.
     assert sum(1 for _ in steps) == RAY_STEPS - 1
     return seconds
 
