@@ -1,4 +1,4 @@
-"""Clipping by bucket: when it runs, what it costs, and its effect on the loss.
+"""Clipping by bucket: its schedule, its cost, and its effect on the loss.
 
     python benchmarks/clipping.py ../shared/data/wikitext
 

@@ -328,8 +328,8 @@ def _memmap() -> Loader:
 
 def _mosaicml_streaming() -> Loader:
     """MosaicML Streaming: MDS shards, shuffled, with and without torch's worker processes."""
-    # Streaming imports torchvision, and that of PyPI fails at this call beside a CPU build of
-    # torch. Nothing of it is used here.
+    # Streaming imports torchvision, whose PyPI build fails at this call with a CPU build of torch.
+    # Nothing of torchvision is used here.
     with patch("torch.library.register_fake", lambda *_, **__: lambda function: function):
         from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 

@@ -59,7 +59,7 @@ def held_out_loss(model: nn.Module, held_out: Path) -> float:
     total, count = 0.0, 0
     for start in range(0, len(parts), AT_ONCE):
         documents = [torch.from_numpy(part) for part in parts[start : start + AT_ONCE]]
-        # Padding comes behind, where a causal model does not look.
+        # Padding is at the end, so a causal model does not attend to it.
         ids = nn.utils.rnn.pad_sequence(documents, batch_first=True)
         labels = nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=IGNORED)
         logits = model(input_ids=ids).logits[:, :-1].float()

@@ -191,7 +191,7 @@ def main() -> None:
         write_data_set(folder / "one", SAMPLES, 0)
         for number, name in enumerate(STREAMS["mixture"], start=1):
             write_data_set(folder / name, SAMPLES // 3, number)
-        # every round has a seed of its own, so that no order is known already; the first warms up
+        # Every round has another seed, so that no order is cached; the first round is the warm-up.
         rounds = [round_of(folder, seed) for seed in range(arguments.rounds + 1)][1:]
         with ray_session("local"):
             through_ray = [ray_round(folder, seed) for seed in range(arguments.ray_rounds + 1)][1:]

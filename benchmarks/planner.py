@@ -1,12 +1,12 @@
-"""The planner beside what was published: Megatron-LM's tables, and arXiv 2311.05610.
+"""The planner's forecasts compared with published figures (Megatron-LM, arXiv 2311.05610).
 
     PYTHONPATH=tests python benchmarks/planner.py benchmarks/published
 
-The folder holds `megatron_sc21_table1.csv` and `megatron_sc21_vs_zero3.csv` (arXiv 2104.04473). Two
-constants, the shares of the peak and of the memory's bandwidth that kernels reach, are fitted on
-four rows of table 1; all else is from data sheets and papers. The fit is repeated on every four of
-the ten rows. Also: how long the search over all layouts of 175 billion parameters on 1,024 GPUs
-takes. Writes results/planner.json and results/planner.png.
+The folder contains `megatron_sc21_table1.csv` and `megatron_sc21_vs_zero3.csv` (arXiv 2104.04473).
+Two constants, the shares of peak FLOPs and of memory bandwidth that kernels reach, are fitted on
+four rows of table 1. All other constants are from data sheets and papers. The fit is repeated on
+all sets of four of the ten rows. Also measures the search over all layouts of 175 billion
+parameters on 1,024 GPUs. Writes results/planner.json and results/planner.png.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _errors(errors: Sequence[float]) -> dict[str, float]:
 
 
 def of_fit(table: Sequence[Row], chosen: Sequence[int]) -> dict[str, Any]:
-    """Errors where the constants are fitted on the chosen rows."""
+    """Return the errors with constants fitted on the chosen rows."""
     efficiency = fit([table[row] for row in chosen])
     errors = table1_errors(table, efficiency)
     others = [error for row, error in enumerate(errors) if row not in chosen]
@@ -65,6 +65,7 @@ def of_fit(table: Sequence[Row], chosen: Sequence[int]) -> dict[str, Any]:
 
 
 def table1(table: Sequence[Row], efficiency: Efficiency) -> dict[str, Any]:
+    # All 210 fits, to show that the result does not depend on the choice of the rows.
     every = [of_fit(table, chosen) for chosen in itertools.combinations(range(len(table)), 4)]
     within = [one for one in every if one["all"]["mean"] <= 0.03 and one["all"]["worst"] <= 0.06]
     found = []
@@ -79,6 +80,7 @@ def table1(table: Sequence[Row], efficiency: Efficiency) -> dict[str, Any]:
                 "seconds": {key: round(value, 4) for key, value in asdict(step).items()},
             }
         )
+    # A trivial predictor, to compare with.
     constant = statistics.mean(row["tflops_per_gpu"] for row in table)
     return {
         "rows": found,
@@ -155,6 +157,7 @@ def draw(table: dict[str, Any], compared: Sequence[Compared], llamas: Sequence[S
     three.scatter([r.published for r in runs], [r.mfu for r in runs], s=8, color="#7b8794")
     three.scatter([s.winner.published for s in llamas], [s.winner.mfu for s in llamas], s=30,
                   color="#d1495b", label="winners")  # fmt: skip
+    # Perfect predictions are on this diagonal.
     three.plot([20, 75], [20, 75], color="#1f2933", linewidth=1)
     three.set(title="arXiv 2311.05610, MFU in %", xlabel="published", ylabel="predicted")
     for axes in (one, two, three):

@@ -1,21 +1,22 @@
-"""Sparse first, dense last: what is left of the loss, and what it costs.
+"""Sparse training followed by dense training: effect on the loss, and FLOPs.
 
     python benchmarks/sparse_dense.py ../shared/data/wikitext
 
 Trains a Llama of half a million weights on WikiText and the sources of this Python's standard
-library, as often as there are seeds, on equal tokens:
+library, once per seed and case, on equal tokens:
 
-dense: from the first step to the last.
-dense, two phases: likewise, with the rates of what follows: a warm-up in the last phase, too.
-static 50%, static 75%: so many of the matrices' weights at zero, drawn at random, then dense.
-rigl 75%: the zeros move, by RigL, then dense.
+- dense: dense from the first step to the last.
+- dense, two phases: dense, with the learning rates of the sparse cases, which have a warm-up in the
+  last phase, too.
+- static 50%, static 75%: this share of the matrices' weights is zero, chosen at random; then dense.
+- rigl 75%: RigL moves the zeros; then dense.
 
 All seeds have the same samples; weights, order and masks differ. The validation loss is that of
-WikiText's validation text after the last step, and that at the end of the sparse phase. FLOPs are
+WikiText's validation text after the last step, and at the end of the sparse phase. FLOPs are
 counted, not timed: unstructured zeros make no step faster, on a CPU or a GPU.
 
-`--steps 40 --seeds 1 --tiny` tries the script; with `--scratch FOLDER` it goes on where it was
-interrupted. Writes benchmarks/results/sparse_dense.json and sparse_dense.png.
+`--steps 40 --seeds 1 --tiny` tests the script; with `--scratch FOLDER` it resumes after an
+interruption. Writes benchmarks/results/sparse_dense.json and sparse_dense.png.
 """
 
 from __future__ import annotations
@@ -60,18 +61,18 @@ VOCABULARY, BATCH_SIZE, EVALUATIONS, CURVE_POINTS = 2048, 4, 8, 60
 
 @dataclass(frozen=True)
 class Trained:
-    """One run."""
+    """Results of one run."""
 
     losses: list[float]
-    """The loss of every step."""
+    """Loss of every step."""
     evaluated: dict[int, float]
-    """Validation loss by step."""
+    """Validation losses by step."""
     flops: list[dict[str, int]]
-    """The FLOPs of every phase."""
+    """FLOPs of every phase, without zeros (`dense`) and with them (`needed`)."""
 
 
 def write_recipe(arguments: argparse.Namespace, folder: Path) -> Path:
-    """The recipe that all runs vary, its data prepared."""
+    """Write the recipe that all runs vary, and prepare its data."""
     train, validation, library = sources(arguments.wikitext, folder / "python", "whole")
     values: dict[str, Any] = {
         "extends": "gpt/quick",
@@ -96,7 +97,10 @@ def write_recipe(arguments: argparse.Namespace, folder: Path) -> Path:
 
 
 def phases(arguments: argparse.Namespace, sparsity: Mapping[str, Any] | None) -> str:
-    """Two phases, the second of them dense, in YAML; the same rates with sparsity and without."""
+    """Return two phases as YAML, the second of them dense.
+
+    Learning rates are the same with and without sparsity.
+    """
     last = round(arguments.steps * arguments.dense_share)
     first = arguments.steps - last
     warm_up = {"shape": "cosine", "final": 0.1}
@@ -131,10 +135,10 @@ def train(arguments: argparse.Namespace, recipe: Path, case: str, seed: int) -> 
 
 
 def summary(runs: Sequence[Trained], dense: Sequence[Trained]) -> dict[str, Any]:
-    """The figures of a case beside the dense runs with the same seeds."""
+    """Return the figures of a case, compared with the dense runs of the same seeds."""
     last = [list(run.evaluated.values())[-1] for run in runs]
-    beside = [list(run.evaluated.values())[-1] for run in dense]
-    gaps = [one - other for one, other in zip(last, beside, strict=True)]
+    dense_losses = [list(run.evaluated.values())[-1] for run in dense]
+    gaps = [one - other for one, other in zip(last, dense_losses, strict=True)]
     whole = {kind: sum(part[kind] for part in runs[0].flops) for kind in ("dense", "needed")}
     phase_ends = sorted(runs[0].evaluated)
     return {
@@ -158,12 +162,12 @@ def summary(runs: Sequence[Trained], dense: Sequence[Trained]) -> dict[str, Any]
 
 
 def spans(losses: Sequence[float]) -> list[Any]:
-    """Equal spans of steps."""
+    """Return equal spans of steps."""
     return np.array_split(np.array(losses), min(CURVE_POINTS, len(losses)))
 
 
 def draw(cases: Mapping[str, Sequence[Trained]], path: Path) -> None:
-    """Validation loss over the steps, and over the FLOPs that were needed; every seed a line."""
+    """Draw validation losses over steps and over needed FLOPs, one line per seed."""
     figure = picture(10, 4.5)
     left, right = figure.subplots(1, 2, sharey=True)
     for (case, runs), color in zip(cases.items(), COLORS, strict=False):
@@ -171,7 +175,9 @@ def draw(cases: Mapping[str, Sequence[Trained]], path: Path) -> None:
             steps, losses = zip(*sorted(run.evaluated.items()), strict=True)
             label = case if number == 0 else None
             left.plot(steps, losses, color=color, label=label, linewidth=1)
-            right.plot([_needed(run, step) for step in steps], losses, color=color, linewidth=1)
+            right.plot(
+                [_needed_flops(run, step) for step in steps], losses, color=color, linewidth=1
+            )
     left.set_xlabel("optimizer step")
     left.set_ylabel("validation loss (nats)")
     right.set_xlabel("FLOPs needed so far")
@@ -179,8 +185,9 @@ def draw(cases: Mapping[str, Sequence[Trained]], path: Path) -> None:
     figure.savefig(path)
 
 
-def _needed(run: Trained, step: int) -> float:
-    """FLOPs up to a step; all steps of a phase cost about the same."""
+def _needed_flops(run: Trained, step: int) -> float:
+    """Return the FLOPs up to a step."""
+    # Interpolated: all steps of a phase cost about the same.
     ends = np.cumsum([0, *(part["needed"] for part in run.flops)])
     total = len(run.losses)
     shares = np.cumsum([0, *(part["dense"] for part in run.flops)])
