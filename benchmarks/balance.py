@@ -29,6 +29,7 @@ from elastrata_pipelines.order import Order
 from elastrata_pipelines.preparation import PrepareConfig, prepare
 from elastrata_pipelines.storage import Storage
 
+# Not only powers of two: an elastic group may have any size.
 WORKERS = (3, 8, 64, 777, 1024)
 SAMPLES_EACH = (4, 8, 16)
 STEPS = 50
@@ -70,6 +71,7 @@ def wikipedia_batches(counts: Path) -> Batches:
 
 def measure(name: str, batches: Batches) -> Iterator[dict[str, Any]]:
     for workers in WORKERS:
+        # Fewer samples per worker are harder to balance.
         for each in SAMPLES_EACH:
             balance = measure_balance(
                 batches(workers * each),

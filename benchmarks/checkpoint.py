@@ -37,6 +37,7 @@ WORK = 256
 def training() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
     for block in model:
+        # As the engine shards: every block, then the rest of the model.
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -70,6 +71,7 @@ def one_round(
     written = time.perf_counter() - started
     with tempfile.TemporaryDirectory(dir=storage.path()) as folder:
         folders: list[Any] = [folder]
+        # All ranks must save to the same folder.
         dist.broadcast_object_list(folders, src=0)
         dist.barrier()
         started = time.perf_counter()
@@ -99,6 +101,7 @@ def measure(rank: int, folder: str, rounds: int) -> dict[str, Any]:
     started = time.perf_counter()
     restore(storage, commit, model, optimizer)
     loaded = time.perf_counter() - started
+    # The first save is slower than the others, so it is reported separately.
     return {"first": measured[0], "rounds": measured[1:], "loaded_after_s": loaded}
 
 
@@ -107,6 +110,7 @@ def summary(folder: str, result: dict[str, Any]) -> dict[str, float]:
     (commit,) = commits(storage)
     megabytes = sum(record.size for record in commit.files.values()) / 1e6
     started = time.perf_counter()
+    # Verifies the checksums of all files.
     assert not problems(storage, commit)
     verified = time.perf_counter() - started
     median = medians(result["rounds"])

@@ -165,6 +165,7 @@ class Steps:
         seconds = []
         for _ in range(steps):
             dist.barrier()
+            # After a barrier, so that no rank's time includes waiting for a late one.
             started = time.perf_counter()
             train_step(
                 self._forward_backward,
@@ -233,6 +234,7 @@ def measure_steps(
         "order": {way: profiled_order(steps[way]) for way in WAYS},
         "clip_seconds": {way: clip_seconds(steps[way]) for way in WAYS},
         "seconds": medians(rounds, 5),
+        # Ratios within a round: the load of the machine cancels out.
         "over_none": medians([{w: r[w] / r["none"] for w in WAYS} for r in rounds], 4),
     }
 
@@ -245,6 +247,7 @@ def measure_losses(
     With a single rank, only for the first seed.
     """
     runs = {}
+    # A single rank only serves to compare the first seed.
     for seed in range(arguments.seeds if ranks > 1 else 1):
         for way in WAYS:
             recipe = recipe_with(arguments, way, seed)

@@ -183,7 +183,9 @@ def _grain() -> Loader:
     def write(samples: Samples, folder: Path) -> None:
         folder.mkdir()
         writer = ArrayRecordWriter(
-            str(folder / "samples.array_record"), "group_size:1,uncompressed"
+            # One sample per group: random access then reads nothing else.
+            str(folder / "samples.array_record"),
+            "group_size:1,uncompressed",
         )
         for number in range(len(samples)):
             writer.write(samples[number].tobytes())
@@ -245,6 +247,8 @@ def _huggingface() -> Loader:
         batches = BatchSampler(SequentialSampler(data), BATCH_SIZE, drop_last=False)
         return DataLoader(
             data.with_format("arrow"),
+            # The sampler yields the indices of a whole batch, so that a batch is one read from
+            # Arrow.
             sampler=batches,
             batch_size=None,
             collate_fn=_flat,
@@ -315,6 +319,7 @@ def _memmap() -> Loader:
 
     def _epoch(samples: Samples, seed: int) -> Iterator[Batch]:
         order = np.random.default_rng(seed).permutation(len(samples))
+        # Looked up for the whole epoch: an access to the arrays per sample would be slower.
         starts, ends, tokens = samples.offsets[order], samples.offsets[order + 1], samples.tokens
         cuts = [*range(0, len(order), BATCH_SIZE), len(order)]
         for begin, end in pairwise(cuts):
@@ -394,6 +399,7 @@ def _webdataset() -> Loader:
         shards = sorted(map(str, folder.glob("*.tar")))
         data = webdataset.WebDataset(shards, shardshuffle=len(shards)).shuffle(SHUFFLE_BUFFER)
         samples = data.map(itemgetter("tokens"))
+        # `partial` keeps the last, smaller batch: every sample must be delivered.
         return samples.batched(BATCH_SIZE, collation_fn=collate_bytes, partial=True)
 
     def _as_it_is(batch: Batch) -> Batch:

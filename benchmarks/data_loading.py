@@ -43,6 +43,7 @@ from elastrata_pipelines.storage import Storage
 
 MEGABYTES = 280
 ROUNDS = 3
+# 1-minute load average.
 QUIET_LOAD = 1.0
 FORMATS = ("memmap", "mosaicml_streaming", "litdata", "grain", "huggingface", "webdataset")
 LOADERS = (
@@ -77,6 +78,7 @@ class Bench:
     def run(self, action: str, loader: Loader) -> dict[str, Any]:
         """Run data_loaders.py in a new process and return its output."""
         name, variant = loader
+        # The rivals' packages conflict with ours, so they have another environment.
         python = sys.executable if name in ("elastrata", "memmap") else str(self.rivals)
         script = Path(__file__).with_name("data_loaders.py")
         found: dict[str, Any] | None = last_line(
@@ -125,6 +127,7 @@ def check(bench: Bench) -> dict[str, int]:
     keys = ("samples", "tokens", "checksum")
     found = {loader: bench.run("check", loader) for loader in LOADERS}
     totals = {loader: {key: result[key] for key in keys} for loader, result in found.items()}
+    # The plainest loader is the reference.
     expected = totals["memmap", "in process"]
     others = {loader: total for loader, total in totals.items() if total != expected}
     if others:

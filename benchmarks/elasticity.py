@@ -32,6 +32,7 @@ from support.nodes import nodes
 
 SIZES = (1, 2, 3, 4)
 STEPS, CURVE_POINTS, LAST_STEPS = 300, 50, 50
+# 12 virtual ranks are divisible by 1, 2, 3 and 4 workers.
 OVERRIDES = {"plain": (), "exact": ("parallel.virtual_ranks=12", "optimizer.fused=false")}
 AUDITED = ("partition_ok", "steps", "equal", "first_difference", "max_relative_loss_difference")
 DISTURBED = "through faults"
@@ -76,6 +77,7 @@ def write_recipe(folder: Path, wikitext: Path) -> Path:
 
 def undisturbed(recipe: Path, kind: str, size: int, *overrides: str) -> list[Any]:
     """Return the steps of a run with `size` workers from start to end."""
+    # Less than a core each, so that four workers fit on a machine with two cores.
     workers = [f"workers.{key}={value}" for key, value in
                {"min": size, "max": size, "cpus": 0.4, "spares": "false"}.items()]  # fmt: skip
     name = f"{kind}-{size}"
@@ -98,6 +100,7 @@ def disturbed(recipe: Path, kind: str, *overrides: str) -> tuple[LiveRun, list[d
         chaos.inject(KINDS)
         live.wait_for_group(live.groups())
         live.send(signal.SIGTERM)
+        # 130 is the exit code of an interrupted run that can resume.
         assert live.driver.wait(timeout=120) == 130, live.output
         faults = [*chaos.faults, {"kind": "interrupt driver (SIGTERM), start it again"}]
         live = LiveRun(recipe, name, log.with_suffix(".again"), *arguments)

@@ -64,6 +64,7 @@ def bare_seconds(recipe: Recipe) -> float:
     torch.manual_seed(recipe.seed)
     model = workload.build_model(vocabulary, batches.manifest.seq_len)
     optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
+    # Collated in advance: the bare loop has no data pipeline.
     ready = [
         [workload.collate(rows, vocabulary, recipe.seed) for rows in step.micro_batches]
         for step in stream(recipe)
@@ -121,6 +122,7 @@ def main() -> None:
     rounds = []
     for _ in range(arguments.rounds):
         command = ["nice", "-n", NICENESS, sys.executable, __file__, data, "--only"]
+        # In new processes, so that no variant inherits the threads or memory of another.
         seconds = {name: last_line([*command, name]) for name in alone}
         seconds["engine"] = engine_seconds(data)
         bare_step = seconds["bare"]

@@ -45,6 +45,7 @@ def kill_worker(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
 
 
 def stop_worker(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
+    # A stopped process keeps its connections open, as a hanging one does.
     send(train_workers(cluster.address)[-1], signal.SIGSTOP)
 
 
@@ -213,6 +214,7 @@ def draw(results: dict[str, Any]) -> None:
     bars = {}
     for kind, result in results.items():
         rows = sorted(result["trials"], key=lambda row: float(row["next_step_after"]))
+        # The phases of one trial: medians of phases would not add up to the median of the time.
         if found := rows[(len(rows) - 1) // 2].get("phases"):
             bars[kind] = found
     figure = picture(8, 0.6 + 0.5 * len(bars))
@@ -274,6 +276,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         recipe = write_recipe(folder, steps=STEPS, stay=not arguments.anew)
+        # Without in-memory checkpoints: nothing disturbs this run.
         plain = ("workers.max=2", "checkpoint.hot_steps=0")
         whole = LiveRun(recipe, "undisturbed", folder / "whole", *plain)
         whole.wait_for_more(COMPARED_STEPS)

@@ -405,6 +405,7 @@ class Rows:
 
     def _is_done(self, case: Case) -> bool:
         row = self.rows.get(case.name)
+        # Running out of memory is a result: repeating the case would not change it.
         return bool(row) and (not self._again or row["status"] in (OK, NO_MEMORY))
 
     def _is_wanted(self, case: Case) -> bool:
@@ -415,6 +416,7 @@ class Rows:
         began = time.monotonic()
         on_gpu = case.environment if self._options["device"] == "cuda" else {}
         found = apart(case, seconds, self._options, {**self._environment, **on_gpu})
+        # The total time limit ended the case, not its own one.
         if found["status"] == TIMEOUT and seconds < case.seconds:
             print(f"no time is left for {case.name!r}", flush=True)
             return  # without a row, so that the next call runs it again
@@ -446,6 +448,7 @@ def append(results: Path, row: Row) -> None:
         file.seek(0, os.SEEK_END)
         file.write(json.dumps(row).encode() + b"\n")
         file.flush()
+        # Machines with GPUs are rented: a row must survive their sudden end.
         os.fsync(file.fileno())
 
 
@@ -490,6 +493,7 @@ def main() -> None:
     environment = dict(installed(arguments.wheels.resolve()))
     environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # as `elastrata` has it
     if arguments.device == "cpu":
+        # Hides the GPUs, so that the engine selects the CPU.
         environment["CUDA_VISIBLE_DEVICES"] = ""
     results = arguments.results.resolve()
     options = {

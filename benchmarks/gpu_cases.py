@@ -267,9 +267,11 @@ def saved_and_loaded(**options: Any) -> Row:
             samples=second.samples,
             tokens=second.tokens,
         )
+        # Copied, as the run continues to train these tensors.
         kept = [tensor.clone() for tensor in tensors(divided, optimizer)]
         saver.wait()
         saver.close()
+        # The remaining steps of the first run, without a restart.
         through = [record.loss for record in run]
         divided, optimizer, loop = engine(recipe, samples, current_device())
         restore(storage, commits(storage)[0], divided.model, optimizer)
@@ -428,6 +430,7 @@ def trace(*, model: str, overrides: Sequence[str], lengths: str, **options: Any)
     """Profile one step of two micro-batches: write a trace file and return the longest kernels."""
     wanted = Told(**options)
     recipe = wanted.recipe(model, overrides)
+    # Natural samples have about 256 tokens on average.
     mean = recipe.data.prepare.seq_len if lengths == "full" else 256
     size = max(2, 2 * recipe.micro_batch_tokens // mean)
     recipe = recipe.model_copy(update={"batch_size": size} if not wanted.is_tiny else {})
@@ -441,6 +444,7 @@ def trace(*, model: str, overrides: Sequence[str], lengths: str, **options: Any)
             record = next(run)
             _wait()
     profiled.export_chrome_trace(str(file))
+    # Sorted by the time on the device: the host only launches kernels.
     by = "self_device_time_total" if current_device().type == "cuda" else "self_cpu_time_total"
     events = sorted(profiled.key_averages(), key=lambda event: -getattr(event, by))[:15]
     longest = [

@@ -53,6 +53,7 @@ without windows."""
 @contextmanager
 def attention_by(form: Attention) -> Iterator[None]:
     """Replace the attention function of all models within the block by `form`."""
+    # Blocks look this name up in their module at every call.
     ours = self_attention.attention
     self_attention.attention = form
     try:
@@ -162,6 +163,7 @@ def padded_recipe(recipe: Recipe, histogram: str) -> Recipe:
     counts = read_histogram(histogram)
     mean = sum(length * count for length, count in enumerate(counts)) / sum(counts)
     length = recipe.workload.max_positions
+    # The budget counts real tokens; padded, they become about `micro_batch_tokens` positions.
     budget = max(length, round(recipe.micro_batch_tokens * mean / length))
     workload = PaddedBert(**recipe.workload.model_dump())
     return recipe.model_copy(update={"workload": workload, "micro_batch_tokens": budget})
@@ -246,6 +248,7 @@ def check_attention(lengths: tuple[int, ...], heads: int, head_size: int) -> dic
     device = current_device()
     torch.manual_seed(0)
     shape = (sum(lengths), heads, head_size)
+    # Query, key, value, and the gradient of the output.
     inputs = [torch.randn(shape, device=device) for _ in range(4)]
     ends = torch.tensor(lengths).cumsum(0)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32)
@@ -404,6 +407,7 @@ def _kernel_overlap(
     clips, communication, computing = [], [], []
     for kernel in kernels:
         launch = launches.get(kernel["args"].get("correlation"))
+        # A kernel belongs to the range in which the host launched it.
         if launch and _is_inside(launch.time, ranges.get(launch.thread, [])):
             clips.append(_interval(kernel))
         elif "nccl" in kernel["name"].lower():
@@ -476,6 +480,7 @@ def _on_host(event: Mapping[str, Any]) -> bool:
     return event.get("cat") in ("user_annotation", "cpu_op")
 
 
+# Values of torch's switch `_FORCE_CUTLASS`.
 LIBRARIES = {"cusparselt": False, "cutlass": True}
 ROUNDS = 9
 

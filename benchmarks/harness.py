@@ -54,6 +54,7 @@ def trained_alone(recipe: Recipe, folder: Path) -> Path:
 
 def apart(function: Callable[..., Any], *args: Any) -> Any:
     """Return the result of a function in a new process, with its own memory and compiled code."""
+    # Not forked: a forked process would inherit threads, memory and compiled code.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *args).result()
@@ -88,6 +89,7 @@ def _on_rank(
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    # A file as rendezvous, which needs no free port.
     where = f"file://{folder}/store"
     dist.init_process_group(backend, init_method=where, rank=rank, world_size=ranks)
     torch.save(function(rank, *args), folder / str(rank))
@@ -268,6 +270,7 @@ ARTICLE = r"^ = [^=].* = $"
 def wikitext_source(wikitext: Path, part: str, documents: Documents = "whole") -> dict[str, str]:
     """Return one file of WikiText, `train` or `validation`, as a source of a recipe."""
     article = {"document_start": ARTICLE} if documents == "whole" else {"documents": "paragraph"}
+    # An absolute path, as the recipe is stored in another folder.
     return {"name": part, "paths": str((wikitext / f"{part}.txt").resolve()), **article}
 
 
@@ -310,6 +313,7 @@ def three_sources(wikitext: Path, folder: Path) -> dict[str, str]:
 
 
 def _is_documentation(page: Path) -> bool:
+    # Licences are duplicates of one another, and tests are not documentation.
     return not any(name in part.lower() for part in page.parts for name in ("licens", "test"))
 
 

@@ -111,6 +111,7 @@ class Rank:
         saver.save(state, step=step, samples=step, tokens=step)
         stalled = time.perf_counter()
         steps_during_save = [self.step()]
+        # A collective: all ranks take the same number of steps.
         while not saver.all_idle():
             steps_during_save.append(self.step())
         complete = time.perf_counter()
@@ -137,6 +138,7 @@ class Rank:
 
 def start(world_size: int, folder: str, shape: tuple[int, int]) -> list[Any]:
     rendezvous = str(Path(folder) / f"rendezvous{time.monotonic_ns()}")
+    # No CPUs are reserved, so that three ranks can start on two cores.
     actor: Any = ray.remote(num_cpus=0)(Rank)
     return [actor.remote(rank, world_size, rendezvous, shape) for rank in range(world_size)]
 
@@ -184,6 +186,7 @@ def measure_state(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
         figures["hot"]["found_s"] = round(time.perf_counter() - looking, 4)
         assert commit is not None
         figures["state_mb"] = round(sum(file.size for file in commit.files.values()) / 1e6, 2)
+        # Smaller and larger groups than the one that saved must load the state, too.
         for world_size in (1, 2, 3):
             ranks = start(world_size, folder, shape)
             figures["hot"][f"loaded_at_{world_size}_s"] = round(max(on_all(ranks, "load", hot)), 4)
@@ -194,6 +197,7 @@ def measure_state(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     rounds = parser_of(__doc__, rounds=9).parse_args().rounds
+    # Actors import this script's modules.
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     with ray_session("local", num_cpus=WORLD_SIZE):
         figures = {name: measure_state(shape, rounds) for name, shape in STATES.items()}

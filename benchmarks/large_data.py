@@ -109,6 +109,7 @@ def looked_at(folder: str) -> dict[str, float]:
     )
     figures["peak_mb_open"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     middle = manifest.samples // 2
+    # The order of an epoch is computed at its first use.
     figures["first_seek_s"], places = timed(lambda: order.places(middle, BATCH))
     figures["next_seek_s"], _ = timed(lambda: order.places(middle // 2, BATCH))
 
@@ -131,6 +132,7 @@ def looked_at(folder: str) -> dict[str, float]:
     whole = Phase(batches=batches, steps=STEPS, batch_size=BATCH)
     most = BATCH * SEQ_LEN  # as MAX_GROUP_TOKENS is less than the tokens of many a batch
     figures["groups_s"], _ = timed(lambda: len(whole.groups(Start(), max_tokens=most)))
+    # Readers in other processes get this object.
     figures["pickle_mb"] = len(pickle.dumps(batches)) / 1e6
     figures["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     return figures

@@ -56,6 +56,7 @@ from elastrata_pipelines.speeds import Speeds
 SHARES = ((0.8, 0.4), (0.6, 0.48, 0.3), (0.6, 0.48, 0.3, 0.15))
 """Quotas in cores, by rank, for each group size."""
 OVERRIDES = (
+    # Never read: the batches are generated here.
     "data.path=/none",
     "schedule.warmup_steps=0",
     "steps=1000",
@@ -71,6 +72,7 @@ EVEN_STEPS = EQUAL_STEPS + DEALT_STEPS
 # Much shorter than a step, so that a quota acts like a slower core.
 PERIOD = 10_000
 """Accounting period of the kernel's quota, in microseconds."""
+# Version 1 of cgroups.
 CGROUPS = Path("/sys/fs/cgroup/cpu")
 VOCABULARY = Vocabulary(
     size=8192, pad_id=0, mask_id=103, special_ids=(0, 100, 101, 102, 103), continuation_ids=()
@@ -210,6 +212,7 @@ def on_rank(
         for record, _ in run:
             found.append(record)
             if record.step < steps:
+                # The quota of the next step: steps count from 1, `shares` from 0.
                 quota.limit(shares[record.step][rank])
     events = [event for event in step_speeds.events if isinstance(event, Paced | Slowed)]
     return {"records": found, "told": events}
@@ -245,6 +248,7 @@ def measure(shares: Sequence[float], histogram: Sequence[int]) -> dict[str, Any]
     with elsewhere() as cpu:
         each = each_alone(shares, histogram)
         held = [list(shares)] * (EQUAL_STEPS + DEALT_STEPS)
+        # Only two ranks continue with this part, for the picture.
         there_and_back = [freed] * FREED_STEPS + [list(shares)] * FREED_STEPS
         found = on_ranks(
             ranks, on_rank, ranks, histogram, held + (there_and_back if ranks == 2 else [])
@@ -304,6 +308,7 @@ def elsewhere() -> Iterator[list[float]]:
     """Measure the cores that other processes used while the block ran."""
 
     def busy() -> float:
+        # The two skipped fields of /proc/stat are idle time and time waiting for I/O.
         user, nice, system, _, _, *interrupts = (
             int(word)
             for word in Path("/proc/stat").read_text(encoding="utf-8").split("\n")[0].split()[1:8]

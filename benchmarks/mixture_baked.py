@@ -80,6 +80,7 @@ def recipe_changes(seed: int, scratch: Path) -> list[str]:
     }
     return [
         *SMALLER,
+        # A single stage: the shares of a baked data set cannot change.
         "phases=[]",
         "data.prepare=null",
         f"steps={STEPS}",

@@ -116,6 +116,7 @@ def batches_of(folder: Path, names: list[str], seed: int) -> Batches:
     )
     if len(found) == 1:
         return batches
+    # Constant shares from the first step to the last.
     mixture = Mixture((Leg(shares=in_units(SHARES)),))
     order = MixedOrder(mixture=mixture, orders=orders, firsts=(0,) * len(orders))
     return replace(batches, order=order, sources=tuple(found))

@@ -99,6 +99,7 @@ class Task:
 
     def model(self) -> nn.Module:
         """Return the untrained model, the same for all trainers."""
+        # `from_pretrained` returns a model in evaluation mode, hence `.train()`.
         return AutoModelForMaskedLM.from_pretrained(
             self.model_folder, attn_implementation="sdpa"
         ).train()
@@ -162,6 +163,7 @@ def _accelerate_loop() -> Variants:
             task.samples, settings.batch_size, shuffle=True, collate_fn=task.collate, drop_last=True
         )
         model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        # `range` comes first, so that no batch is collated after the last step.
         for _, batch in zip(range(settings.steps), loader, strict=False):
             accelerator.backward(model(**batch).loss)
             accelerator.clip_grad_norm_(model.parameters(), settings.max_norm)

@@ -62,6 +62,7 @@ ERRORS = "errors"
 RESULT = "slow_network"
 ADDRESSES, PORT = ("10.77.77.1", "10.77.77.2"), 29511
 PATIENCE = timedelta(seconds=120)
+# Functions of `torch.distributed` through which FSDP2 and the engine communicate.
 MESSAGES = ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "all_reduce")
 PROBE_BYTES = 8 * 2**20
 # Shorter communication is lost in the noise of the computation.
@@ -130,6 +131,7 @@ def network(megabits: int) -> Iterator[list[str]]:
         yield names
     finally:
         for name in names:
+            # Deletes the device, too. If the setup failed, there may be no such namespace.
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
@@ -163,6 +165,7 @@ class Training:
         parallelize(
             self.model,
             self._workload.blocks(self.model),
+            # With `replicate: all` a shard group is a single rank, which sends nothing.
             whole["shard"] if technique.alone else whole,
             precision=recipe.precision,
             activation_checkpointing="none",
@@ -240,6 +243,7 @@ def measured_megabits() -> float:
     """Return the measured rate in megabits per second, one way."""
     payload = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
     there_and_back = [partial(dist.broadcast, payload, src=rank) for rank in range(RANKS)]
+    # A broadcast between two ranks is one message from `src` to the other.
     seconds = seconds_to_send(there_and_back, 5)
     return round(RANKS * PROBE_BYTES * 8 / seconds / 1e6, 1)
 
@@ -378,7 +382,7 @@ def measured(measurement: str, megabits: int, arguments: argparse.Namespace) -> 
         try:
             codes = [process.wait() for process in ranks]
         finally:
-            # If one rank fails, the other would wait for it until its timeout.
+            # An interrupted script must not leave ranks behind.
             for process in ranks:
                 process.kill()
                 process.wait()

@@ -87,6 +87,7 @@ def write_recipe(arguments: argparse.Namespace, folder: Path) -> Path:
             },
         },
         "evaluation": {"every": max(1, arguments.steps // EVALUATIONS), "samples": 256},
+        # No checkpoints during a run.
         "checkpoint": {"every": 10 * arguments.steps, "hot_steps": 0},
         "workers": {"min": arguments.workers, "max": arguments.workers, "spares": False},
         "storage": str(folder / "runs"),
@@ -113,6 +114,7 @@ def phases(arguments: argparse.Namespace, sparsity: Mapping[str, Any] | None) ->
 
 
 def train(arguments: argparse.Namespace, recipe: Path, case: str, seed: int) -> Trained:
+    # Names of cases contain characters that names of runs may not have.
     name = f"{''.join(c if c.isalnum() else '-' for c in case)}-{seed}"
     overrides = [f"steps={arguments.steps}", f"seed={seed}", *arguments.overrides]
     if case == DENSE:

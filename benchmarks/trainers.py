@@ -128,6 +128,7 @@ class Bench:
         python = self.composer if rival == RIVALS["Composer"] else self.rivals
         script = Path(__file__).with_name("rival_trainers.py")
         found = last_line(
+            # At the niceness of Elastrata's workers.
             ["nice", "-n", NICENESS, python, script, *rival, self.scratch, settings(recipe)]
         )
         return [
@@ -138,7 +139,11 @@ class Bench:
                 "ended": ended,
             }
             for tokens, length, ended in zip(
-                found["tokens"], found["lengths"], found["seconds"], strict=False
+                # A prefetched batch may have been collated after the last step.
+                found["tokens"],
+                found["lengths"],
+                found["seconds"],
+                strict=False,
             )
         ]
 
@@ -203,6 +208,7 @@ def prepare_trainers(
         "batch_size": BATCH_SIZE,
         "schedule": {"warmup_steps": 2},
         "checkpoint": {"every": 1000},
+        # Spare workers would compete for the cores.
         "workers": {"threads": 1, "spares": False},
         **changes,
     }
@@ -224,7 +230,6 @@ def prepare_trainers(
 
 def measured(steps: Sequence[Step]) -> dict[str, float]:
     """Return the figures of one run, without its warm-up and its last step."""
-    # Elastrata's last step has the final save in it.
     counted = steps[WARM_UP:-1]
     tokens = sum(step["tokens"] for step in counted)
     seconds = counted[-1]["ended"] - steps[WARM_UP - 1]["ended"]

@@ -86,6 +86,7 @@ def drawn_steps(batches: Batches, recipe: Recipe) -> Iterator[list[Rows]]:
         # Rows are sorted by length within their batch for speed; the loss is a sum over them.
         chosen = chosen[np.argsort(-lengths[chosen], kind="stable")]
         layout = StepLayout(step=step + 1, cuts=[0, size], imbalance=1.0)
+        # Through the payload format, so that the rows have the same form as dealt ones.
         payload = encode(samples.take(chosen), np.zeros(size, np.int64), [layout])
         (part,) = decode(payload, manifest.token_dtype)
         yield part.micro_batches
@@ -117,6 +118,7 @@ def train(name: str, recipe: Recipe) -> Curve:
         tokens += sum(len(rows.tokens) for rows in micro_batches)
         if (number + 1) % recipe.evaluation.every == 0:
             found = evaluate(forward_backward, workload, held_out, vocabulary, torch.device(device))
+            # Over tokens, as random batches have other numbers of tokens than dealt ones.
             curve.append((tokens, found.total))
     return curve
 

@@ -88,7 +88,7 @@ def whole_batches(batches: Batches, recipe: Recipe) -> Iterator[Rows]:
     for group in groups:
         (payload,) = batches.payloads(group, 1)
         for step in decode(payload, batches.manifest.token_dtype):
-            # A payload's rows are already sorted by the deal, which would help the other schemes.
+            # A payload's rows are in the order of the deal; the other schemes expect random order.
             yield taken(step.rows, np.argsort(mix(step.rows.sample_ids.astype(np.int64))))
 
 
@@ -118,6 +118,7 @@ def hands_of(batches: Batches, lengths: Ints, ranks: int) -> dict[str, Sequence[
         DEAL: dealt,
         STRATIFIED: cut_shares(baselines.stratified(lengths, ranks)),
         RANDOM: cut_shares(baselines.random(lengths, ranks)),
+        # Equal work on every rank.
         CONTROL: [dealt[0]] * ranks,
     }
 
@@ -150,6 +151,7 @@ class Trainer:
         cpu_seconds, seconds = time.process_time() - cpu_began, time.perf_counter() - began
         dist.barrier()
         waited = time.perf_counter() - began - seconds
+        # Not measured: all schemes sum the same gradients.
         for parameter in self._parameters:
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
@@ -167,6 +169,7 @@ def on_rank(rank: int, ranks: int, data: str, steps: int) -> dict[str, list[Take
     shares: dict[str, list[Taken]] = {}
     for number, rows in enumerate(whole_batches(batches, recipe)):
         shares_by_scheme = hands_of(batches, rows.lengths, ranks)
+        # Schemes take turns in going first.
         turn = number % len(SCHEMES)
         # The control comes first: the update needs a gradient of the batch.
         for name in (CONTROL, *SCHEMES[turn:], *SCHEMES[:turn]):

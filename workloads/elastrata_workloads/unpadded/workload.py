@@ -84,7 +84,7 @@ def _divisors(number: int) -> list[int]:
 
 
 class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterpart):
-    """A transformer on samples laid end to end, whose model is a `Stack`."""
+    """A transformer on concatenated samples, whose model is a `Stack`."""
 
     hidden_size: Width = 768
     """Width of the residual stream."""
