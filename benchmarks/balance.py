@@ -72,17 +72,17 @@ def wikipedia_batches(counts: Path) -> Batches:
 def measure(name: str, batches: Batches) -> Iterator[dict[str, Any]]:
     for workers in WORKERS:
         # Fewer samples per worker are harder to balance.
-        for each in SAMPLES_EACH:
+        for samples_per_worker in SAMPLES_EACH:
             balance = measure_balance(
-                batches(workers * each),
+                batches(workers * samples_per_worker),
                 workers=workers,
                 tokens_per_micro_batch=TOKENS_PER_MICRO_BATCH,
                 work=WORK,
             )
             values = {key: round(value, 5) for key, value in asdict(balance).items()}
-            row = {"data": name, "workers": workers, "samples_each": each, **values}
+            row = {"data": name, "workers": workers, "samples_each": samples_per_worker, **values}
             print(
-                f"{name:>10} {workers:5d} x {each:2d}: max/mean "
+                f"{name:>10} {workers:5d} x {samples_per_worker:2d}: max/mean "
                 f"{row['imbalance_max_over_mean']:.4f} (possible {row['imbalance_least']:.4f}, "
                 f"worst step {row['imbalance_worst']:.4f}), random {row['imbalance_random']:.3f}"
             )

@@ -51,11 +51,11 @@ def training() -> tuple[nn.Module, torch.optim.Optimizer]:
 def products_per_second(saver: DurableSaver | None, seconds: float) -> float:
     """Return the matrix products per second, during the current save or for some seconds."""
     matrix = torch.ones(WORK, WORK)
-    started, done = time.perf_counter(), 0
+    started, num_products = time.perf_counter(), 0
     while saver.saving if saver else time.perf_counter() - started < seconds:
         matrix @ matrix
-        done += 1
-    return done / (time.perf_counter() - started)
+        num_products += 1
+    return num_products / (time.perf_counter() - started)
 
 
 def one_round(
@@ -94,15 +94,19 @@ def measure(rank: int, folder: str, rounds: int) -> dict[str, Any]:
     model, optimizer = training()
     saver = DurableSaver(storage, keep_last=1, keep_best=False, warn=print)
     state = training_state(model, optimizer)
-    measured = [one_round(storage, saver, step, state) for step in range(rounds + 1)]
+    measured_rounds = [one_round(storage, saver, step, state) for step in range(rounds + 1)]
     saver.close()
     (commit,) = commits(storage)
     dist.barrier()
     started = time.perf_counter()
     restore(storage, commit, model, optimizer)
-    loaded = time.perf_counter() - started
+    seconds_to_load = time.perf_counter() - started
     # The first save is slower than the others, so it is reported separately.
-    return {"first": measured[0], "rounds": measured[1:], "loaded_after_s": loaded}
+    return {
+        "first": measured_rounds[0],
+        "rounds": measured_rounds[1:],
+        "loaded_after_s": seconds_to_load,
+    }
 
 
 def summary(folder: str, result: dict[str, Any]) -> dict[str, float]:

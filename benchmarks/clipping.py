@@ -182,24 +182,31 @@ class Steps:
 
 def profiled_order(steps: Steps) -> dict[str, Any]:
     """Return the times of reductions and clippings in one step, on this rank's host."""
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
         steps.take(1)
-    nodes = [event.time_range for event in found.events() if event.name.startswith(NODE)]
-    began, ended = min(node.start for node in nodes), max(node.end for node in nodes)
+    nodes = [event.time_range for event in profiled.events() if event.name.startswith(NODE)]
+    backward_start, backward_end = (
+        min(node.start for node in nodes),
+        max(node.end for node in nodes),
+    )
     events = sorted(
         (event.time_range.start, event.time_range.end, EVENTS[event.name])
-        for event in found.events()
-        if event.name in EVENTS and event.time_range.start >= began
+        for event in profiled.events()
+        if event.name in EVENTS and event.time_range.start >= backward_start
     )
     clips = [start for start, _, what in events if what == "clip"]
     last_reduction = max((s for s, _, what in events if what == "reduce_scatter"), default=0)
     return {
         "clips": len(clips),
-        "clips_before_the_last_gradient": sum(start < ended for start in clips),
+        "clips_before_the_last_gradient": sum(start < backward_end for start in clips),
         "clips_before_the_last_reduction": sum(start < last_reduction for start in clips),
-        "gradients_end_ms": round((ended - began) / 1000, 3),
+        "gradients_end_ms": round((backward_end - backward_start) / 1000, 3),
         "events_start_end_ms": [
-            [what, round((start - began) / 1000, 3), round((end - began) / 1000, 3)]
+            [
+                what,
+                round((start - backward_start) / 1000, 3),
+                round((end - backward_start) / 1000, 3),
+            ]
             for start, end, what in events
         ],
     }
@@ -207,15 +214,15 @@ def profiled_order(steps: Steps) -> dict[str, Any]:
 
 def clip_seconds(steps: Steps) -> dict[str, float]:
     """Return the seconds of clipping per step, a mean over several steps, on this rank's host."""
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
         steps.take(PROFILED_STEPS)
-    spent = {RANGE: 0.0, AFTER: 0.0}
-    for event in found.events():
-        if event.name in spent:
-            spent[event.name] += event.time_range.elapsed_us() / 1e6 / PROFILED_STEPS
+    seconds_by_range = {RANGE: 0.0, AFTER: 0.0}
+    for event in profiled.events():
+        if event.name in seconds_by_range:
+            seconds_by_range[event.name] += event.time_range.elapsed_us() / 1e6 / PROFILED_STEPS
     return {
-        "in_buckets": round(spent[RANGE], 6),
-        "after_the_backward_pass": round(spent[AFTER], 6),
+        "in_buckets": round(seconds_by_range[RANGE], 6),
+        "after_the_backward_pass": round(seconds_by_range[AFTER], 6),
     }
 
 
@@ -285,8 +292,8 @@ def measured_on(ranks: int, measurement: str, arguments: argparse.Namespace) -> 
     """Return the figures of rank 0."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     first, *_ = on_ranks(ranks, on_rank, measurement, ranks, arguments, backend=backend)
-    found: dict[str, Any] = first
-    return found
+    figures: dict[str, Any] = first
+    return figures
 
 
 def compare(alone: Mapping[str, Run], several: Mapping[str, Run]) -> dict[str, Any]:
@@ -347,14 +354,14 @@ def main() -> None:
     ranks = torch.cuda.device_count() or 2
     with tempfile.TemporaryDirectory() as scratch:
         arguments.data = prepare_natural_lengths(arguments.wikitext, Path(scratch) / "data")
-        measured = measured_on(ranks, "steps", arguments)
-        alone, several = (measured_on(n, "losses", arguments) for n in (1, ranks))
-    draw(several, RESULTS / "clipping-loss.png")
+        step_figures = measured_on(ranks, "steps", arguments)
+        runs_alone, runs_on_all = (measured_on(n, "losses", arguments) for n in (1, ranks))
+    draw(runs_on_all, RESULTS / "clipping-loss.png")
     figures = {
         "ranks": ranks,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        **measured,
-        "losses": compare(alone, several),
+        **step_figures,
+        "losses": compare(runs_alone, runs_on_all),
     }
     write_result("clipping", figures, ("elastrata", "torch"))
 

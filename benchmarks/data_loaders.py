@@ -112,9 +112,9 @@ def _elastrata() -> Loader:
         """Keep Ray running until the threads of the streams have ended."""
         with ray_session("local"):
             # A thread that calls Ray after its shutdown would fail.
-            others = set(threading.enumerate())
+            earlier_threads = set(threading.enumerate())
             yield
-            for thread in set(threading.enumerate()) - others:
+            for thread in set(threading.enumerate()) - earlier_threads:
                 thread.join(timeout=2)  # Ray may leave one parked for ever, which calls nothing
 
     def in_process(folder: Path) -> Iterator[Iterator[Batch]]:
@@ -462,23 +462,26 @@ def measure(epochs: Epochs, begun: float) -> dict[str, float]:
 
 def main() -> None:
     action, loader, variant, corpus, folder = sys.argv[1:]
-    begun = time.perf_counter()
-    found = LOADERS[loader]()
-    imported = time.perf_counter()
+    start_time = time.perf_counter()
+    library_loader = LOADERS[loader]()
+    import_time = time.perf_counter()
     if action == "write":
-        assert found.write
-        found.write(Samples(Path(corpus)), Path(folder))
+        assert library_loader.write
+        library_loader.write(Samples(Path(corpus)), Path(folder))
         return
-    with found.sessions.get(variant, nullcontext)():
-        ready = time.perf_counter()
-        loader = found.variants[variant]
+    with library_loader.sessions.get(variant, nullcontext)():
+        ready_time = time.perf_counter()
+        loader = library_loader.variants[variant]
         # No name keeps the epochs: they must end before the session does.
         result: dict[str, Any] = (
             check(loader(Path(folder)))
             if action == "check"
-            else measure(loader(Path(folder)), ready)
+            else measure(loader(Path(folder)), ready_time)
         )
-    result |= {"seconds_to_import": imported - begun, "seconds_to_start_ray": ready - imported}
+    result |= {
+        "seconds_to_import": import_time - start_time,
+        "seconds_to_start_ray": ready_time - import_time,
+    }
     print(json.dumps(result), flush=True)
 
 

@@ -81,12 +81,12 @@ class Bench:
         # The rivals' packages conflict with ours, so they have another environment.
         python = sys.executable if name in ("elastrata", "memmap") else str(self.rivals)
         script = Path(__file__).with_name("data_loaders.py")
-        found: dict[str, Any] | None = last_line(
+        result: dict[str, Any] | None = last_line(
             [python, script, action, name, variant, self.scratch / "memmap", self.scratch / name],
             HF_HUB_OFFLINE="1",
             TOKENIZERS_PARALLELISM="false",
         )
-        return found or {}
+        return result or {}
 
 
 def prepare_corpus(data: Path, megabytes: int, scratch: Path) -> None:
@@ -125,13 +125,13 @@ def check(bench: Bench) -> dict[str, int]:
         RuntimeError: a loader delivers other samples than the memory map.
     """
     keys = ("samples", "tokens", "checksum")
-    found = {loader: bench.run("check", loader) for loader in LOADERS}
-    totals = {loader: {key: result[key] for key in keys} for loader, result in found.items()}
+    results = {loader: bench.run("check", loader) for loader in LOADERS}
+    totals = {loader: {key: result[key] for key in keys} for loader, result in results.items()}
     # The plainest loader is the reference.
     expected = totals["memmap", "in process"]
-    others = {loader: total for loader, total in totals.items() if total != expected}
-    if others:
-        raise RuntimeError(f"not the same samples: {others}, expected {expected}")
+    deviating = {loader: total for loader, total in totals.items() if total != expected}
+    if deviating:
+        raise RuntimeError(f"not the same samples: {deviating}, expected {expected}")
     return expected
 
 
@@ -145,14 +145,14 @@ def wait_for_quiet(minutes: float) -> float:
 
 def measure(bench: Bench, rounds: int) -> dict[Loader, list[dict[str, float]]]:
     """Measure all loaders by turns."""
-    found: dict[Loader, list[dict[str, float]]] = {loader: [] for loader in LOADERS}
+    results: dict[Loader, list[dict[str, float]]] = {loader: [] for loader in LOADERS}
     for number in range(rounds):
         for loader in LOADERS:
             result = bench.run("measure", loader)
-            found[loader].append(result)
+            results[loader].append(result)
             rate = result["tokens_per_second"] / 1e6
             print(f"{number} {', '.join(loader)}: {rate:.1f} M tokens/s", flush=True)
-    return found
+    return results
 
 
 def row(loader: Loader, results: list[dict[str, float]]) -> dict[str, Any]:

@@ -110,39 +110,39 @@ def disturbed(recipe: Path, kind: str, *overrides: str) -> tuple[LiveRun, list[d
 
 def audited(folder: Path, *names: str) -> dict[str, Any]:
     """Return the findings of `elastrata audit` on two runs, without the folders."""
-    found = run_json("audit", *(folder / name for name in names))
-    return {key: found[key] for key in AUDITED}
+    findings = run_json("audit", *(folder / name for name in names))
+    return {key: findings[key] for key in AUDITED}
 
 
 def differences(runs: Runs) -> dict[str, Any]:
     """Compare every other run with the first one."""
-    (_, first), *others = runs.items()
-    found = {}
-    for name, steps in others:
+    (_, first), *other_runs = runs.items()
+    by_run = {}
+    for name, steps in other_runs:
         comparison = compare(first, steps, tolerance=1e-4)
-        of_last = [
+        last_differences = [
             relative_difference(one["loss"], other["loss"])
             for one, other in zip(first[-LAST_STEPS:], steps[-LAST_STEPS:], strict=True)
         ]
-        found[name] = {
+        by_run[name] = {
             "same_samples_in_every_step": comparison.equal,
             "max_relative_loss_difference": comparison.max_relative_loss_difference,
-            f"max_in_the_last_{LAST_STEPS}_steps": max(of_last),
+            f"max_in_the_last_{LAST_STEPS}_steps": max(last_differences),
         }
-    return found
+    return by_run
 
 
 def draw_curves(runs: Runs, path: Path) -> None:
     """Draw the losses of all runs, and below their differences from the first one."""
     figure = picture(8, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    (_, first), *others = runs.items()
+    (_, first), *other_runs = runs.items()
     numbers = [step["step"] for step in first]
     for order, (name, steps) in enumerate(runs.items()):
         losses = [step["loss"] for step in steps]
         above.plot(numbers, losses, linewidth=5 - order, alpha=0.6, label=name)
     below.plot([], [])  # the first run's colour
-    for name, steps in others:
+    for name, steps in other_runs:
         relative_differences = [
             relative_difference(one["loss"], other["loss"])
             for one, other in zip(first, steps, strict=True)

@@ -85,12 +85,12 @@ def curve(run: Path) -> dict[str, list[float]]:
 
 
 def measure(seed: int, scratch: Path) -> dict[str, Any]:
-    found = {}
+    curves = {}
     for model in MODELS:
         recipe = load_recipe(model, changes(seed, scratch))
         run = scratch / "runs" / f"{recipe.workload.name}-{seed}"
-        found[model] = curve(trained_alone(recipe, run))
-    return {"seed": seed, **found}
+        curves[model] = curve(trained_alone(recipe, run))
+    return {"seed": seed, **curves}
 
 
 def summary(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -99,7 +99,9 @@ def summary(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     bert, modern = last.values()
     return {
         "tokens": seeds[0][MODELS[0]]["tokens"][-1],
-        "accuracy": {model: round(statistics.mean(each), 4) for model, each in last.items()},
+        "accuracy": {
+            model: round(statistics.mean(accuracies), 4) for model, accuracies in last.items()
+        },
         "differences": [round(one - other, 5) for one, other in zip(modern, bert, strict=True)],
     }
 

@@ -65,12 +65,12 @@ def bare_seconds(recipe: Recipe) -> float:
     model = workload.build_model(vocabulary, batches.manifest.seq_len)
     optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
     # Collated in advance: the bare loop has no data pipeline.
-    ready = [
+    collated_steps = [
         [workload.collate(rows, vocabulary, recipe.seed) for rows in step.micro_batches]
         for step in stream(recipe)
     ]
     seconds = []
-    for micro_batches in ready:
+    for micro_batches in collated_steps:
         started = time.perf_counter()
         weight = sum(batch.weights["mlm"] for batch in micro_batches)
         for batch in micro_batches:
@@ -96,8 +96,8 @@ def loop_seconds(recipe: Recipe) -> float:
         run = loop.run(
             divided.forward_backward, optimizer, stream(recipe), Start(), lambda: Action.GO_ON
         )
-        ended = [time.perf_counter() for _ in run][WARM_UP:]
-    return statistics.median(later - earlier for earlier, later in pairwise(ended))
+        end_times = [time.perf_counter() for _ in run][WARM_UP:]
+    return statistics.median(later - earlier for earlier, later in pairwise(end_times))
 
 
 def stream(recipe: Recipe) -> Iterator[RankStep]:

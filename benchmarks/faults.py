@@ -107,12 +107,12 @@ def disturbed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Tri
         if kind != "node added":
             alive.append(cluster.add(cpus=CPUS))
         live = LiveRun(recipe, name, log, "--address", cluster.address, f"steps={STEPS}")
-        injected = []
+        injection_times = []
         groups = 1
         for _ in range(trials):
             live.wait_for_size(len(alive), groups, SETTLED_STEPS)
             time.sleep(SETTLED_SECONDS)
-            injected.append(time.time())
+            injection_times.append(time.time())
             INJECTIONS[kind](cluster, live, alive)
             groups = live.groups() + 1
             if kind in ALTERNATES:
@@ -122,7 +122,7 @@ def disturbed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Tri
         live.wait_for_size(len(alive), groups, SETTLED_STEPS)
         live.send(signal.SIGINT)
         live.driver.wait(timeout=120)
-        return [row(live, begun) for begun in injected], live.steps()
+        return [row(live, injection_time) for injection_time in injection_times], live.steps()
 
 
 def unnoticed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Trials:
@@ -131,15 +131,15 @@ def unnoticed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Tri
         alive = [cluster.add(cpus=CPUS), cluster.add(cpus=CPUS)]
         live = LiveRun(recipe, name, log, "--address", cluster.address, f"steps={STEPS}")
         live.wait_for_size(len(alive), 1, SETTLED_STEPS)
-        injected = []
+        injection_times = []
         for _ in range(trials):
             time.sleep(SETTLED_SECONDS)
-            injected.append(time.time())
+            injection_times.append(time.time())
             UNNOTICED[kind](cluster, live, alive)
             time.sleep(UNNOTICED_SECONDS)
         live.send(signal.SIGINT)
         live.driver.wait(timeout=120)
-        return [pause(live, begun) for begun in injected], live.steps()
+        return [pause(live, injection_time) for injection_time in injection_times], live.steps()
 
 
 def pause(live: LiveRun, begun: float) -> dict[str, Any]:
@@ -160,37 +160,39 @@ def restarted(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Tri
     """Measure one run whose driver is signalled and restarted; times count from the signal."""
     arguments = ("workers.min=2", "workers.max=2", f"steps={STEPS}")
     live = LiveRun(recipe, name, log, *arguments)
-    injected = []
+    injection_times = []
     for trial in range(trials):
         live.wait_for_group(1, steps=SETTLED_STEPS)
         live.wait_for_checkpoint()
-        injected.append(live.send(SIGNALS[kind]))
+        injection_times.append(live.send(SIGNALS[kind]))
         live.driver.wait(timeout=120)
         live = LiveRun(recipe, name, log.with_suffix(f".{trial}"), *arguments)
     live.wait_for_group(1, steps=SETTLED_STEPS)
     live.wait_for_checkpoint()
     live.send(signal.SIGINT)
     live.driver.wait(timeout=120)
-    return [row(live, begun) for begun in injected], live.steps()
+    return [row(live, injection_time) for injection_time in injection_times], live.steps()
 
 
 def row(live: LiveRun, begun: float) -> dict[str, Any]:
     """Return the figures of the first change in the history after `begun`."""
     entries = sorted(live.entries(), key=lambda entry: float(entry["time"]))
-    later = [entry for entry in entries if entry["time"] > begun]
-    start = next(entry for entry in later if entry["kind"] == "started")
-    noted = [e for e in later if e["kind"] in ("fault", "halted") and e["time"] <= start["time"]]
+    later_entries = [entry for entry in entries if entry["time"] > begun]
+    start = next(entry for entry in later_entries if entry["kind"] == "started")
+    fault_entries = [
+        e for e in later_entries if e["kind"] in ("fault", "halted") and e["time"] <= start["time"]
+    ]
     attempt = start["attempt"]
-    step = next(e for e in later if e["kind"] == "step" and e["attempt"] == attempt)
-    undone = [e for e in later if e["kind"] == "rolled_back" and e["attempt"] == attempt]
+    step = next(e for e in later_entries if e["kind"] == "step" and e["attempt"] == attempt)
+    rollbacks = [e for e in later_entries if e["kind"] == "rolled_back" and e["attempt"] == attempt]
     return {
-        "detected_after": round(noted[0]["time"] - begun, 2) if noted else None,
+        "detected_after": round(fault_entries[0]["time"] - begun, 2) if fault_entries else None,
         "next_step_after": round(step["time"] - begun, 2),
-        "steps_lost": sum(entry["last"] - entry["first"] + 1 for entry in undone),
+        "steps_lost": sum(entry["last"] - entry["first"] + 1 for entry in rollbacks),
         "state": start["state"],
         "world_size": start["world_size"],
         "stayed": start.get("stayed", 0),
-        "phases": phases(begun, noted[0], start, step) if noted else {},
+        "phases": phases(begun, fault_entries[0], start, step) if fault_entries else {},
     }
 
 
@@ -200,13 +202,13 @@ def phases(begun: float, noted: Any, start: Any, step: Any) -> dict[str, float]:
     A group's `started` entry contains the seconds of its phases up to that entry.
     """
     of_group: dict[str, float] = start["seconds"]
-    found = {
+    phase_seconds = {
         "noticed": noted["time"] - begun,
         "processes": start["time"] - sum(of_group.values()) - noted["time"],
         **of_group,
         "first step": step["time"] - start["time"],
     }
-    return {name: round(seconds, 2) for name, seconds in found.items()}
+    return {name: round(seconds, 2) for name, seconds in phase_seconds.items()}
 
 
 def draw(results: dict[str, Any]) -> None:
@@ -215,12 +217,12 @@ def draw(results: dict[str, Any]) -> None:
     for kind, result in results.items():
         rows = sorted(result["trials"], key=lambda row: float(row["next_step_after"]))
         # The phases of one trial: medians of phases would not add up to the median of the time.
-        if found := rows[(len(rows) - 1) // 2].get("phases"):
-            bars[kind] = found
+        if phase_seconds := rows[(len(rows) - 1) // 2].get("phases"):
+            bars[kind] = phase_seconds
     figure = picture(8, 0.6 + 0.5 * len(bars))
     axes, left = figure.add_subplot(), dict.fromkeys(bars, 0.0)
     for phase in dict.fromkeys(itertools.chain.from_iterable(bars.values())):
-        widths = {kind: found.get(phase, 0.0) for kind, found in bars.items()}
+        widths = {kind: phase_seconds.get(phase, 0.0) for kind, phase_seconds in bars.items()}
         axes.barh([*bars], [*widths.values()], left=[*left.values()], label=phase)
         left = {kind: left[kind] + width for kind, width in widths.items()}
     axes.set_xlabel("seconds from the fault to the next step")
@@ -278,10 +280,10 @@ def main() -> None:
         recipe = write_recipe(folder, steps=STEPS, stay=not arguments.anew)
         # Without in-memory checkpoints: nothing disturbs this run.
         plain = ("workers.max=2", "checkpoint.hot_steps=0")
-        whole = LiveRun(recipe, "undisturbed", folder / "whole", *plain)
-        whole.wait_for_more(COMPARED_STEPS)
-        whole.send(signal.SIGINT)
-        whole.driver.wait(timeout=120)
+        undisturbed_run = LiveRun(recipe, "undisturbed", folder / "whole", *plain)
+        undisturbed_run.wait_for_more(COMPARED_STEPS)
+        undisturbed_run.send(signal.SIGINT)
+        undisturbed_run.driver.wait(timeout=120)
         for number, kind in enumerate(arguments.kinds):
             name, log = f"run-{number}", folder / f"log-{number}"
             measure = measure_of(kind)
@@ -289,7 +291,7 @@ def main() -> None:
             rows, steps = measure(recipe, name, kind, arguments.trials, log)
             if kind == UNCOUNTED:
                 rows = [{**row, "steps_lost": None} for row in rows]
-            results[kind] = {**summary(rows), **compared(steps, whole.steps())}
+            results[kind] = {**summary(rows), **compared(steps, undisturbed_run.steps())}
             write_result("faults", figures, ("elastrata", "ray", "torch"))
     draw(figures["kinds"])
 

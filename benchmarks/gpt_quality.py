@@ -184,12 +184,16 @@ def main() -> None:
         ours, run = our_run(path, "run")
         elastrata("export", run, "--out", str(scratch / "trained"))
         files = (str(scratch / "train.npy"), str(scratch / "held_out.npz"))
-        again = in_transformers(arguments.python, "loss", str(scratch / "trained"), files[1])
-        if not math.isclose(again, ours[-1][1], rel_tol=TOLERANCE):
-            raise RuntimeError(f"loss of the trained model: here {ours[-1][1]}, there {again}")
-        wanted = json.dumps(settings(recipe, ours[-1][0]))
+        exported_loss = in_transformers(
+            arguments.python, "loss", str(scratch / "trained"), files[1]
+        )
+        if not math.isclose(exported_loss, ours[-1][1], rel_tol=TOLERANCE):
+            raise RuntimeError(
+                f"loss of the trained model: here {ours[-1][1]}, there {exported_loss}"
+            )
+        trainer_settings = json.dumps(settings(recipe, ours[-1][0]))
         theirs = in_transformers(
-            arguments.python, "train", str(scratch / "model"), files[1], files[0], wanted
+            arguments.python, "train", str(scratch / "model"), files[1], files[0], trainer_settings
         )
         texts = continuations(run)
         manifest = training_data(recipe).train.manifest
@@ -198,7 +202,7 @@ def main() -> None:
     figures = {
         "data": {key: getattr(manifest, key) for key in ("samples", "tokens", "seq_len")},
         "perplexity": {name: round(math.exp(curve[-1][1]), 2) for name, curve in curves.items()},
-        "loss_of_the_exported_model": again,
+        "loss_of_the_exported_model": exported_loss,
         "curves": curves,
         "continuations": texts,
         "rival_versions": versions_in(arguments.python, ("torch", "transformers", "accelerate")),

@@ -64,14 +64,18 @@ def installed(wheels: Path) -> Mapping[str, str]:
     if importlib.util.find_spec("torch") is None:
         sys.exit(f"{sys.executable} has no PyTorch; PYTHON=... names another Python")
     sys.path.append(str(SITE))
-    missing = [package for module, package in NEEDED.items() if not _is_there(module)]
-    if missing:
-        _install(missing, wheels)
+    missing_packages = [package for module, package in NEEDED.items() if not _is_there(module)]
+    if missing_packages:
+        _install(missing_packages, wheels)
     if not list(importlib.metadata.distributions(name="elastrata")):
         _register()
     paths = [HERE, ROOT / "platform", ROOT / "pipelines", ROOT / "workloads", SITE]
-    inherited = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([*map(str, paths), *([inherited] if inherited else [])])}
+    inherited_path = os.environ.get("PYTHONPATH")
+    return {
+        "PYTHONPATH": os.pathsep.join(
+            [*map(str, paths), *([inherited_path] if inherited_path else [])]
+        )
+    }
 
 
 def _is_there(module: str) -> bool:
@@ -333,12 +337,12 @@ def one(asked: Path, told: Path) -> None:
     """Run one case in this process and write its row to `told`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with its parent
-    wanted = json.loads(asked.read_text(encoding="utf-8"))
-    module, function = wanted["function"].split(":")
+    request = json.loads(asked.read_text(encoding="utf-8"))
+    module, function = request["function"].split(":")
     try:
-        with _rehearse() if wanted["values"]["device"] == FAKE else contextlib.nullcontext():
-            found = getattr(importlib.import_module(module), function)(**wanted["values"])
-        row = {"status": OK if found.pop("is_right", True) else WRONG, **found}
+        with _rehearse() if request["values"]["device"] == FAKE else contextlib.nullcontext():
+            result = getattr(importlib.import_module(module), function)(**request["values"])
+        row = {"status": OK if result.pop("is_right", True) else WRONG, **result}
     except Exception as error:
         text = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
         is_memory = type(error).__name__ == "OutOfMemoryError" or "out of memory" in text
@@ -397,11 +401,11 @@ class Rows:
         for case in cases:
             if self._is_done(case) or not self._is_wanted(case):
                 continue
-            left = self._end - time.monotonic()
-            if left < min(_LEAST_SECONDS, case.seconds):
+            seconds_left = self._end - time.monotonic()
+            if seconds_left < min(_LEAST_SECONDS, case.seconds):
                 print(f"no time is left: the same command goes on with {case.name!r}", flush=True)
                 return
-            self._add(case, min(left, case.seconds))
+            self._add(case, min(seconds_left, case.seconds))
 
     def _is_done(self, case: Case) -> bool:
         row = self.rows.get(case.name)
@@ -413,15 +417,15 @@ class Rows:
         return not case.instead_of or before.get("status") == NO_MEMORY
 
     def _add(self, case: Case, seconds: float) -> None:
-        began = time.monotonic()
+        start_time = time.monotonic()
         on_gpu = case.environment if self._options["device"] == "cuda" else {}
-        found = apart(case, seconds, self._options, {**self._environment, **on_gpu})
+        result = apart(case, seconds, self._options, {**self._environment, **on_gpu})
         # The total time limit ended the case, not its own one.
-        if found["status"] == TIMEOUT and seconds < case.seconds:
+        if result["status"] == TIMEOUT and seconds < case.seconds:
             print(f"no time is left for {case.name!r}", flush=True)
             return  # without a row, so that the next call runs it again
         about = {"case": case.name, **case.values}
-        row = {**about, **found, "case_seconds": round(time.monotonic() - began, 1)}
+        row = {**about, **result, "case_seconds": round(time.monotonic() - start_time, 1)}
         append(self._results, row)
         self.rows[case.name] = row
         print(json.dumps(_summarise(row)), flush=True)
@@ -455,9 +459,16 @@ def append(results: Path, row: Row) -> None:
 def _summarise(row: Row) -> Row:
     """Return the part of a row that is printed."""
     rates = ("sequences_per_second", "tokens_per_second", "mfu")
-    shown = {key: row[key]["median"] for key in rates if row.get(key)}
-    kept = ("case", "status", "error", "allocated_bytes", "plan_allocated_bytes", "case_seconds")
-    return {key: row[key] for key in kept if key in row} | shown
+    rates_shown = {key: row[key]["median"] for key in rates if row.get(key)}
+    kept_keys = (
+        "case",
+        "status",
+        "error",
+        "allocated_bytes",
+        "plan_allocated_bytes",
+        "case_seconds",
+    )
+    return {key: row[key] for key in kept_keys if key in row} | rates_shown
 
 
 LENGTHS = ROOT / "tests" / "data" / "wikipedia_lengths_512.json"

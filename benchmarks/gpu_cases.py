@@ -84,9 +84,9 @@ class Told:
     folder: str
 
     def __post_init__(self) -> None:
-        found = current_device().type
-        if found != ("cpu" if self.device == "cpu" else "cuda"):
-            raise RuntimeError(f"wanted {self.device}, found {found}")
+        found_device = current_device().type
+        if found_device != ("cpu" if self.device == "cpu" else "cuda"):
+            raise RuntimeError(f"wanted {self.device}, found {found_device}")
 
     @property
     def is_measured(self) -> bool:
@@ -96,11 +96,11 @@ class Told:
     def recipe(self, model: str, overrides: Sequence[str] = ()) -> Recipe:
         """Return a recipe, of a tiny model if `is_tiny`; compiled on a GPU only."""
         # Compilation takes minutes on a CPU, and is not under test there.
-        last = () if self.device == "cuda" else ("compile=false",)
+        last_overrides = () if self.device == "cuda" else ("compile=false",)
         tiny = TINY[model.partition("/")[0]] if self.is_tiny else ()
-        usual = "precision=fp32" if self.device == "cpu" else "precision=bf16"
-        kept = [one for one in overrides if not (self.is_tiny and _is_of_size(one))]
-        return load_recipe(model, [usual, *tiny, *kept, *last])
+        precision = "precision=fp32" if self.device == "cpu" else "precision=bf16"
+        kept_overrides = [one for one in overrides if not (self.is_tiny and _is_of_size(one))]
+        return load_recipe(model, [precision, *tiny, *kept_overrides, *last_overrides])
 
     def lengths(self, wanted: str) -> str:
         """Return the lengths in the form that `bench_samples` accepts."""
@@ -217,11 +217,11 @@ def steps_beside_cpu(**options: Any) -> Row:
             tiny = TINY[model.partition("/")[0]]
             recipe = load_recipe(model, [*tiny, f"clip.method={clip}", *EXACT])
             samples = bench_samples(recipe, "full", steps=4)
-            here, there = (records(recipe, samples, on) for on in (current_device(), CPU))
+            on_device, on_cpu = (records(recipe, samples, on) for on in (current_device(), CPU))
             for what in ("loss", "gradient_norm"):
                 differences[f"{model}, {clip}, {what}"] = max(
                     abs(getattr(one, what) / getattr(other, what) - 1)
-                    for one, other in zip(here, there, strict=True)
+                    for one, other in zip(on_device, on_cpu, strict=True)
                 )
     return _compare_with_tolerance(differences, LOSS_FP32)
 
@@ -231,16 +231,16 @@ def ways_agree(**options: Any) -> Row:
 
     With and without compilation, for each mode of activation checkpointing.
     """
-    wanted = Told(**options)
-    sizes = () if wanted.is_tiny else SMALL
-    exact = wanted.recipe("gpt/125m", [*sizes, *EXACT])
+    case = Told(**options)
+    sizes = () if case.is_tiny else SMALL
+    exact = case.recipe("gpt/125m", [*sizes, *EXACT])
     samples = bench_samples(exact, "full", steps=3)
     expected = records(exact, samples, current_device())[-1].loss
     differences = {}
     for compiled in ("true", "false"):
         for way in ("none", "selective", "full"):
             overrides = [*sizes, f"compile={compiled}", f"activation_checkpointing={way}"]
-            recipe = wanted.recipe("gpt/125m", overrides)
+            recipe = case.recipe("gpt/125m", overrides)
             loss = records(recipe, samples, current_device())[-1].loss
             differences[f"compile {compiled}, {way}"] = abs(loss / expected - 1)
     return _compare_with_tolerance(differences, LOSS_BF16)
@@ -251,8 +251,8 @@ def saved_and_loaded(**options: Any) -> Row:
 
     The state must be equal bit by bit, and the losses of later steps within `RESTORED`.
     """
-    wanted = Told(**options)
-    recipe = wanted.recipe("gpt/125m", [*(() if wanted.is_tiny else SMALL), *EXACT])
+    case = Told(**options)
+    recipe = case.recipe("gpt/125m", [*(() if case.is_tiny else SMALL), *EXACT])
     samples = bench_samples(recipe, "full", steps=4)
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder, lone_group(current_device()):
@@ -268,19 +268,21 @@ def saved_and_loaded(**options: Any) -> Row:
             tokens=second.tokens,
         )
         # Copied, as the run continues to train these tensors.
-        kept = [tensor.clone() for tensor in tensors(divided, optimizer)]
+        saved_tensors = [tensor.clone() for tensor in tensors(divided, optimizer)]
         saver.wait()
         saver.close()
         # The remaining steps of the first run, without a restart.
-        through = [record.loss for record in run]
+        continued_losses = [record.loss for record in run]
         divided, optimizer, loop = engine(recipe, samples, current_device())
         restore(storage, commits(storage)[0], divided.model, optimizer)
-        pairs = zip(tensors(divided, optimizer), kept, strict=True)
+        pairs = zip(tensors(divided, optimizer), saved_tensors, strict=True)
         is_equal = all(torch.equal(ours, theirs) for ours, theirs in pairs)
-        again = [record.loss for record in steps_after(divided, optimizer, loop, samples, 2)]
+        resumed_losses = [
+            record.loss for record in steps_after(divided, optimizer, loop, samples, 2)
+        ]
     differences = {
         f"loss of step {step}": abs(one / other - 1)
-        for step, one, other in zip((3, 4), again, through, strict=True)
+        for step, one, other in zip((3, 4), resumed_losses, continued_losses, strict=True)
     }
     row = _compare_with_tolerance(differences, RESTORED)
     return {**row, "state_is_equal": is_equal, "problems": problems} | {
@@ -293,19 +295,19 @@ def streams(**options: Any) -> Row:
 
     The sanitizer raises if a kernel may read memory that another stream still writes.
     """
-    wanted = Told(**options)
+    case = Told(**options)
     overrides = ["workload.num_layers=4", "batch_size=4", "micro_batch_tokens=4096"]
-    recipe = wanted.recipe("gpt/125m", [*overrides, "compile=false"])
+    recipe = case.recipe("gpt/125m", [*overrides, "compile=false"])
     samples = bench_samples(recipe, "full", steps=3)
     return {"loss": records(recipe, samples, current_device())[-1].loss}
 
 
 def bert_agrees(*, model: str, lengths: str, **options: Any) -> Row:
     """Compare BERT's losses and gradients: unpadded with dense, compiled with eager."""
-    wanted = Told(**options)
-    sizes = TINY["bert"] if wanted.is_tiny else ("batch_size=16",)
-    overrides = [*sizes, *(("compile=false",) if wanted.device == "cpu" else ())]
-    checks = check(model, overrides, wanted.lengths(lengths))
+    case = Told(**options)
+    sizes = TINY["bert"] if case.is_tiny else ("batch_size=16",)
+    overrides = [*sizes, *(("compile=false",) if case.device == "cpu" else ())]
+    checks = check(model, overrides, case.lengths(lengths))
     return {"checks": checks, "is_right": not list(failures(model, checks))}
 
 
@@ -362,12 +364,12 @@ def steps(
         published: published sequences per second to compare with.
         options: see `Told`.
     """
-    wanted = Told(**options)
-    recipe = wanted.recipe(model, [*_batch_size_override(wanted, model), *overrides])
-    histogram = wanted.lengths(lengths)
+    case = Told(**options)
+    recipe = case.recipe(model, [*_batch_size_override(case, model), *overrides])
+    histogram = case.lengths(lengths)
     if padded:
         recipe = padded_recipe(recipe, histogram)
-    counts = (WARM_UP, STEPS) if wanted.is_measured else (1, 2)
+    counts = (WARM_UP, STEPS) if case.is_measured else (1, 2)
     samples = bench_samples(recipe, histogram, steps=sum(counts))
     plan, allocated = _plan_bytes(recipe, samples)
     row: Row = {"layers": recipe.workload.num_layers, "precision": recipe.precision} | {
@@ -392,11 +394,11 @@ def steps(
     return row
 
 
-def _batch_size_override(wanted: Told, model: str) -> list[str]:
-    if wanted.is_tiny or not model.startswith("gpt/"):
+def _batch_size_override(case: Told, model: str) -> list[str]:
+    if case.is_tiny or not model.startswith("gpt/"):
         return []
     recipe = load_recipe(model, [])
-    tokens = TOKENS if wanted.is_measured else 2 * recipe.micro_batch_tokens
+    tokens = TOKENS if case.is_measured else 2 * recipe.micro_batch_tokens
     return [f"batch_size={tokens // recipe.data.prepare.seq_len}"]
 
 
@@ -428,14 +430,14 @@ def _check_memory(plan: float) -> None:
 
 def trace(*, model: str, overrides: Sequence[str], lengths: str, **options: Any) -> Row:
     """Profile one step of two micro-batches: write a trace file and return the longest kernels."""
-    wanted = Told(**options)
-    recipe = wanted.recipe(model, overrides)
+    case = Told(**options)
+    recipe = case.recipe(model, overrides)
     # Natural samples have about 256 tokens on average.
     mean = recipe.data.prepare.seq_len if lengths == "full" else 256
     size = max(2, 2 * recipe.micro_batch_tokens // mean)
-    recipe = recipe.model_copy(update={"batch_size": size} if not wanted.is_tiny else {})
-    samples = bench_samples(recipe, wanted.lengths(lengths), steps=TRACED_AFTER + 1)
-    file = Path(wanted.folder, f"trace-{model.replace('/', '-')}.json.gz")
+    recipe = recipe.model_copy(update={"batch_size": size} if not case.is_tiny else {})
+    samples = bench_samples(recipe, case.lengths(lengths), steps=TRACED_AFTER + 1)
+    file = Path(case.folder, f"trace-{model.replace('/', '-')}.json.gz")
     with lone_group(current_device()):
         run = steps_after(*engine(recipe, samples, current_device()), samples, 0)
         for _ in range(TRACED_AFTER):
@@ -461,17 +463,17 @@ def _activities() -> list[ProfilerActivity]:
 
 def two_four_products(*, model: str, **options: Any) -> Row:
     """Compare every layer's products with 2:4 kernels with dense ones."""
-    wanted = Told(**options)
-    repeats = 1 if wanted.is_tiny else 20
-    found = products(wanted.recipe(model), repeats, lambda function, *args: function(*args))
-    return {"products": list(found)}
+    case = Told(**options)
+    repeats = 1 if case.is_tiny else 20
+    rows = products(case.recipe(model), repeats, lambda function, *args: function(*args))
+    return {"products": list(rows)}
 
 
 def clip_beside(*, model: str, overrides: Sequence[str], lengths: str, **options: Any) -> Row:
     """Measure the share of clipping that overlaps other work."""
-    wanted = Told(**options)
-    recipe = wanted.recipe(model, overrides)
-    return {"clip": profiled_clip(recipe, wanted.lengths(lengths))}
+    case = Told(**options)
+    recipe = case.recipe(model, overrides)
+    return {"clip": profiled_clip(recipe, case.lengths(lengths))}
 
 
 def _wait() -> None:

@@ -253,16 +253,16 @@ def check_attention(lengths: tuple[int, ...], heads: int, head_size: int) -> dic
     ends = torch.tensor(lengths).cumsum(0)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32)
     segments = Segments(offsets, lengths, max(lengths))
-    found = {}
+    differences = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         ours, dense = (
             attention_and_gradients(form, inputs, segments, dtype)
             for form in (attention, dense_attention)
         )
-        found[f"attention {name}"] = max(
+        differences[f"attention {name}"] = max(
             relative([one], [other]) for one, other in zip(ours, dense, strict=True)
         )
-    return found
+    return differences
 
 
 def loss_and_gradients(
@@ -298,19 +298,19 @@ def _whole(gradient: Tensor) -> Tensor:
 
 def check_model(recipe: Recipe, samples: Samples) -> dict[str, float]:
     """Compare loss and gradient of the first step, computed in several ways."""
-    found = {}
+    differences = {}
     for precision in ("bf16", "fp32"):
         eager = recipe.model_copy(update={"precision": precision, "compile": False})
         loss, gradients = loss_and_gradients(eager, samples)
         compiled = eager.model_copy(update={"compile": True})
-        others = {
+        variants = {
             "unpadded against dense": loss_and_gradients(eager, samples, dense_attention),
             "eager against compiled": loss_and_gradients(compiled, samples),
         }
-        for what, (other_loss, other_gradients) in others.items():
-            found[f"loss {precision}, {what}"] = abs(loss - other_loss) / other_loss
-            found[f"gradient {precision}, {what}"] = relative(gradients, other_gradients)
-    return found
+        for what, (other_loss, other_gradients) in variants.items():
+            differences[f"loss {precision}, {what}"] = abs(loss - other_loss) / other_loss
+            differences[f"gradient {precision}, {what}"] = relative(gradients, other_gradients)
+    return differences
 
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -445,13 +445,13 @@ def share(parts: Sequence[Interval], others: Iterable[Interval]) -> float | None
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the intervals in order, with touching ones merged."""
-    found: list[Interval] = []
+    disjoint: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = (disjoint[-1][0], max(end, disjoint[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            disjoint.append((start, end))
+    return disjoint
 
 
 def length(intervals: Iterable[Interval]) -> float:
@@ -460,10 +460,10 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def _by_thread(events: Iterable[Mapping[str, Any]]) -> dict[Any, list[Interval]]:
-    found: dict[Any, list[Interval]] = {}
+    intervals_by_thread: dict[Any, list[Interval]] = {}
     for event in events:
-        found.setdefault(event.get("tid"), []).append(_interval(event))
-    return {thread: merged(intervals) for thread, intervals in found.items()}
+        intervals_by_thread.setdefault(event.get("tid"), []).append(_interval(event))
+    return {thread: merged(intervals) for thread, intervals in intervals_by_thread.items()}
 
 
 def _is_inside(time: float, intervals: Sequence[Interval]) -> bool:
@@ -560,12 +560,12 @@ def seconds_of(function: Callable[[], Any], repeats: int) -> float:
     rounds = []
     for number in range(ROUNDS + 1):
         _wait()
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         for _ in range(repeats):
             function()
         _wait()
         if number:  # the first warms up
-            rounds.append((time.perf_counter() - began) / repeats)
+            rounds.append((time.perf_counter() - start_time) / repeats)
     return statistics.median(rounds)
 
 

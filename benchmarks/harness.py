@@ -40,15 +40,15 @@ def trained_alone(recipe: Recipe, folder: Path) -> Path:
     from elastrata.sweeps.trial import LoneTrial
     from elastrata_pipelines.storage import Storage
 
-    done = folder.with_name(f"{folder.name}.done")
-    if done.exists():
+    end_marker = folder.with_name(f"{folder.name}.done")
+    if end_marker.exists():
         return folder
     with lone_group(torch.device("cpu")):
         trial = LoneTrial(recipe, Storage(str(folder)))
         while (report := trial.report()).state == "running":
             print(f"{folder.name}: step {report.step}: {report.metrics}", flush=True)
         trial.close()
-    done.touch()
+    end_marker.touch()
     return folder
 
 
@@ -103,21 +103,21 @@ def last_line(command: Sequence[str | Path], **environment: str) -> Any:
     Raises:
         RuntimeError: the command failed; the message has the end of its stderr.
     """
-    done = subprocess.run(
+    process = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, encoding="utf-8"
     )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, command))}:\n{done.stderr[-4000:]}")
-    lines = done.stdout.strip().splitlines()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}:\n{process.stderr[-4000:]}")
+    lines = process.stdout.strip().splitlines()
     return json.loads(lines[-1]) if lines else None
 
 
 def elastrata(*arguments: str) -> dict[str, Any]:
     """Return the result of an `elastrata` command; its messages to the user go to stderr."""
-    done = subprocess.run(
+    process = subprocess.run(
         ["elastrata", *arguments, "--json"], check=True, stdout=subprocess.PIPE, encoding="utf-8"
     )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return result
 
 
@@ -176,10 +176,10 @@ def scratch_folder(wanted: Path | None = None) -> Iterator[Path]:
 
 def medians(rounds: Sequence[Mapping[str, float]], digits: int | None = None) -> dict[str, float]:
     """Return the median over the rounds of every figure in the first round, rounded to `digits`."""
-    found = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    values = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     if digits is None:
-        return found
-    return {name: round(value, digits) for name, value in found.items()}
+        return values
+    return {name: round(value, digits) for name, value in values.items()}
 
 
 def cpu_milliseconds(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -187,15 +187,15 @@ def cpu_milliseconds(runs: Mapping[str, Callable[[], object]], rounds: int) -> d
 
     In every round the functions run in random order.
     """
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+    times_by_name: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)
     for _ in range(rounds + 1):
         for name in order.sample(list(runs), len(runs)):
             # CPU time of the process: on a busy machine wall-clock time is longer.
-            began = time.process_time()
+            start_time = time.process_time()
             runs[name]()
-            taken[name].append(1e3 * (time.process_time() - began))
-    return {name: statistics.median(times[1:]) for name, times in taken.items()}
+            times_by_name[name].append(1e3 * (time.process_time() - start_time))
+    return {name: statistics.median(times[1:]) for name, times in times_by_name.items()}
 
 
 def of_version(checkout: Path | None, *arguments: str) -> Any:
@@ -204,14 +204,14 @@ def of_version(checkout: Path | None, *arguments: str) -> Any:
     `checkout` is a folder such as one that `git worktree add` creates; None: this version.
     """
     paths = [str(checkout / folder) for folder in _FOLDERS] if checkout else []
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, sys.argv[0], *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         check=True,
         capture_output=True,
         encoding="utf-8",
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def picture(width: float, height: float) -> Any:
@@ -228,8 +228,8 @@ def picture(width: float, height: float) -> Any:
 def known_result(name: str) -> dict[str, Any]:
     """Return the figures of `results/<name>.json` from an earlier run, or an empty dictionary."""
     path = RESULTS / f"{name}.json"
-    known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {key: value for key, value in known.items() if key not in _ABOUT}
+    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {key: value for key, value in stored.items() if key not in _ABOUT}
 
 
 _FOLDERS = ("platform", "workloads", "pipelines")

@@ -69,11 +69,11 @@ class Rank:
     def calibrate(self) -> None:
         """Measure the number of products per step; all ranks use the same number."""
         # CPU time, so that other processes do not shorten the steps.
-        processor, done = time.thread_time(), 0
+        processor, num_products = time.thread_time(), 0
         while time.thread_time() - processor < 10 * STEP_SECONDS:
             self._matrix @ self._matrix
-            done += 1
-        products = torch.tensor(done / 10)
+            num_products += 1
+        products = torch.tensor(num_products / 10)
         dist.all_reduce(products, dist.ReduceOp.MAX)
         self._products = round(products.item() * 1.1)
 
@@ -94,38 +94,38 @@ class Rank:
         processor, count = time.process_time(), 20
         idle = statistics.median(self.step() for _ in range(count))
         of_step = (time.process_time() - processor) / count
-        measured = [self._round(saver, step, idle, of_step) for step in range(rounds + 1)]
+        measured_rounds = [self._round(saver, step, idle, of_step) for step in range(rounds + 1)]
         saver.close()
-        return measured[1:]
+        return measured_rounds[1:]
 
     def _round(
         self, saver: DurableSaver, step: int, idle: float, of_step: float
     ) -> dict[str, float]:
         dist.barrier()
         processor = time.process_time()
-        agreeing = time.perf_counter()
+        agree_time = time.perf_counter()
         assert saver.all_idle()
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         state = training_state(self._model, self._optimizer)
-        taken = time.perf_counter()
+        state_time = time.perf_counter()
         saver.save(state, step=step, samples=step, tokens=step)
-        stalled = time.perf_counter()
+        stall_time = time.perf_counter()
         steps_during_save = [self.step()]
         # A collective: all ranks take the same number of steps.
         while not saver.all_idle():
             steps_during_save.append(self.step())
-        complete = time.perf_counter()
+        complete_time = time.perf_counter()
         # The process's CPU time minus that of its steps is the cost of the save, its threads
         # included.
         processor = time.process_time() - processor - of_step * len(steps_during_save)
         return {
             "step_s": idle,
-            "agree_s": began - agreeing,
-            "state_s": taken - began,
-            "stall_s": stalled - agreeing,
+            "agree_s": start_time - agree_time,
+            "state_s": state_time - start_time,
+            "stall_s": stall_time - agree_time,
             "drag_s": max(0.0, sum(steps_during_save) - idle * len(steps_during_save)),
             "processor_s": max(0.0, processor),
-            "complete_s": complete - began,
+            "complete_s": complete_time - start_time,
         }
 
     def load(self, storage: CommitStorage) -> float:

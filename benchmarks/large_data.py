@@ -49,7 +49,7 @@ def write_manifest(folder: Path, shards: int) -> None:
         )
         for number in range(shards)
     ]
-    others = [FileEntry(path="lengths.npy", bytes=4 * samples, sha256="0" * 64)]
+    index_entries = [FileEntry(path="lengths.npy", bytes=4 * samples, sha256="0" * 64)]
     source = SourceEntry(
         name="text",
         weight=1.0,
@@ -75,15 +75,15 @@ def write_manifest(folder: Path, shards: int) -> None:
         ),
         tokenizer_fingerprint="",
         sources=(source,),
-        files=(*entries, *others),
+        files=(*entries, *index_entries),
     ).write(Storage(str(folder)))
 
 
 def timed(call: Callable[[], Value]) -> tuple[float, Value]:
     """Return the seconds of a call, and its result."""
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     value = call()
-    return time.perf_counter() - begun, value
+    return time.perf_counter() - start_time, value
 
 
 def looked_at(folder: str) -> dict[str, float]:
@@ -129,9 +129,9 @@ def looked_at(folder: str) -> dict[str, float]:
         work=WorkModel(linear=1, quadratic=0),
         tokens_per_micro_batch=2**14,
     )
-    whole = Phase(batches=batches, steps=STEPS, batch_size=BATCH)
+    long_phase = Phase(batches=batches, steps=STEPS, batch_size=BATCH)
     most = BATCH * SEQ_LEN  # as MAX_GROUP_TOKENS is less than the tokens of many a batch
-    figures["groups_s"], _ = timed(lambda: len(whole.groups(Start(), max_tokens=most)))
+    figures["groups_s"], _ = timed(lambda: len(long_phase.groups(Start(), max_tokens=most)))
     # Readers in other processes get this object.
     figures["pickle_mb"] = len(pickle.dumps(batches)) / 1e6
     figures["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
@@ -158,8 +158,11 @@ def main() -> None:
             for name, checkout in versions.items():
                 rounds[name].append(of_version(checkout, "--only", str(folder)))
     medians = {
-        name: {key: round(statistics.median(one[key] for one in found), 5) for key in found[0]}
-        for name, found in rounds.items()
+        name: {
+            key: round(statistics.median(one[key] for one in version_rounds), 5)
+            for key in version_rounds[0]
+        }
+        for name, version_rounds in rounds.items()
     }
     figures = {
         "shards": arguments.shards,

@@ -38,8 +38,8 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
     """Concatenated documents, cut into blocks of equal length."""
 
     def __init__(self, tokens: np.ndarray, length: int) -> None:
-        whole = len(tokens) // length * length
-        self._blocks = torch.from_numpy(tokens[:whole].astype(np.int64)).view(-1, length)
+        num_tokens = len(tokens) // length * length
+        self._blocks = torch.from_numpy(tokens[:num_tokens].astype(np.int64)).view(-1, length)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -107,12 +107,18 @@ def train(model: nn.Module, held_out: Path, tokens: Path, settings: dict[str, An
 
 
 def main() -> None:
-    what, model_folder, held_out, *rest = sys.argv[1:]
+    what, model_folder, held_out, *train_arguments = sys.argv[1:]
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     if what == "loss":
         print(json.dumps(held_out_loss(model, Path(held_out))))
     else:
-        print(json.dumps(train(model, Path(held_out), Path(rest[0]), json.loads(rest[1]))))
+        print(
+            json.dumps(
+                train(
+                    model, Path(held_out), Path(train_arguments[0]), json.loads(train_arguments[1])
+                )
+            )
+        )
 
 
 if __name__ == "__main__":

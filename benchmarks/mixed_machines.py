@@ -111,24 +111,24 @@ class Batches:
     def steps(
         self, rank: int, ranks: int, count: int, speeds: Callable[[int], Speeds]
     ) -> Iterator[RankStep]:
-        drawn = drawn_batches(self._histogram, batch_size=self._batch_size, steps=count)
-        for number, lengths in enumerate(drawn):
-            dealt_by = speeds(number + 1)
-            dealt = deal(
+        batch_lengths = drawn_batches(self._histogram, batch_size=self._batch_size, steps=count)
+        for number, lengths in enumerate(batch_lengths):
+            step_speeds = speeds(number + 1)
+            dealt_batch = deal(
                 lengths,
                 num_ranks=ranks,
                 work=self._work,
                 tokens_per_micro_batch=BUDGET,
-                speeds=dealt_by,
+                speeds=step_speeds,
             )
-            hand = dealt.hands[rank]
+            hand = dealt_batch.hands[rank]
             yield RankStep(
                 step=number + 1,
                 rows=self._select_rows(number, lengths, hand.rows),
                 cuts=hand.cuts,
-                imbalance=dealt.imbalance,
+                imbalance=dealt_batch.imbalance,
                 work=int(self._work(lengths[hand.rows]).sum()),
-                speeds=dealt_by,
+                speeds=step_speeds,
             )
 
     def _select_rows(self, number: int, lengths: np.ndarray, which: np.ndarray) -> Rows:
@@ -198,7 +198,7 @@ def on_rank(
     batch_size = SAMPLES_EACH * len(shares[0])
     step_speeds = Hands(ranks, first)
     stream = Batches(histogram, batch_size, recipe).steps(rank, ranks, steps, step_speeds)
-    found: list[StepRecord] = []
+    records: list[StepRecord] = []
     with Quota() as quota:
         quota.limit(shares[0][rank])
         run = loop.run(
@@ -210,19 +210,19 @@ def on_rank(
             measured=step_speeds.measured,
         )
         for record, _ in run:
-            found.append(record)
+            records.append(record)
             if record.step < steps:
                 # The quota of the next step: steps count from 1, `shares` from 0.
                 quota.limit(shares[record.step][rank])
     events = [event for event in step_speeds.events if isinstance(event, Paced | Slowed)]
-    return {"records": found, "told": events}
+    return {"records": records, "told": events}
 
 
 def alone(rank: int, share: float, steps: int, ranks: int, histogram: Sequence[int]) -> float:
     """Return the tokens per second of a single rank with a quota, which trains whole batches."""
     # The other shares only determine the batch size: there are no such ranks.
-    found = on_rank(0, 1, histogram, [[share] + [0.0] * (ranks - 1)] * steps)
-    return tokens_per_second(found["records"][1:])
+    result = on_rank(0, 1, histogram, [[share] + [0.0] * (ranks - 1)] * steps)
+    return tokens_per_second(result["records"][1:])
 
 
 def each_alone(shares: Sequence[float], histogram: Sequence[int]) -> list[float]:
@@ -230,8 +230,8 @@ def each_alone(shares: Sequence[float], histogram: Sequence[int]) -> list[float]
 
     def one(share: float) -> float:
         steps = round(ALONE_STEPS * share / min(shares)) + 1
-        found: list[float] = on_ranks(1, alone, share, steps, len(shares), histogram)
-        return found[0]
+        speeds: list[float] = on_ranks(1, alone, share, steps, len(shares), histogram)
+        return speeds[0]
 
     with ThreadPoolExecutor(len(shares)) as threads:
         return list(threads.map(one, shares))
@@ -244,48 +244,50 @@ def tokens_per_second(records: Sequence[StepRecord]) -> float:
 
 
 def measure(shares: Sequence[float], histogram: Sequence[int]) -> dict[str, Any]:
-    ranks, freed = len(shares), [max(shares)] * len(shares)
+    ranks, equal_quotas = len(shares), [max(shares)] * len(shares)
     with elsewhere() as cpu:
-        each = each_alone(shares, histogram)
-        held = [list(shares)] * (EQUAL_STEPS + DEALT_STEPS)
+        speeds_alone = each_alone(shares, histogram)
+        fixed_quotas = [list(shares)] * (EQUAL_STEPS + DEALT_STEPS)
         # Only two ranks continue with this part, for the picture.
-        there_and_back = [freed] * FREED_STEPS + [list(shares)] * FREED_STEPS
-        found = on_ranks(
-            ranks, on_rank, ranks, histogram, held + (there_and_back if ranks == 2 else [])
+        there_and_back = [equal_quotas] * FREED_STEPS + [list(shares)] * FREED_STEPS
+        rank_results = on_ranks(
+            ranks, on_rank, ranks, histogram, fixed_quotas + (there_and_back if ranks == 2 else [])
         )
-        even = [[sum(shares) / ranks] * ranks] * EVEN_STEPS
-        same = on_ranks(ranks, on_rank, ranks, histogram, even, EVEN_STEPS + 1)[0]["records"]
-    records, events = found[0]["records"], found[0]["told"]
+        even_quotas = [[sum(shares) / ranks] * ranks] * EVEN_STEPS
+        even_records = on_ranks(ranks, on_rank, ranks, histogram, even_quotas, EVEN_STEPS + 1)[0][
+            "records"
+        ]
+    records, events = rank_results[0]["records"], rank_results[0]["told"]
     first = next(r.step for r in records if r.speeds)
-    equal = records[WARM_UP:EQUAL_STEPS]
-    dealt = records[first + WARM_UP : EQUAL_STEPS + DEALT_STEPS]
-    by_equal, by_speed = tokens_per_second(equal), tokens_per_second(dealt)
-    evenly = tokens_per_second(same[WARM_UP:])
-    ideal = sum(each)
+    equal_records = records[WARM_UP:EQUAL_STEPS]
+    dealt_records = records[first + WARM_UP : EQUAL_STEPS + DEALT_STEPS]
+    equal_speed, dealt_speed = tokens_per_second(equal_records), tokens_per_second(dealt_records)
+    even_speed = tokens_per_second(even_records[WARM_UP:])
+    ideal_speed = sum(speeds_alone)
     return {
         "shares_of_a_core": list(shares),
         "tokens_per_second": {
-            "equal_hands": round(by_equal),
-            "dealt_by_speed": round(by_speed),
-            "even_machines": round(evenly),
-            "each_alone": [round(one) for one in each],
-            "ideal": round(ideal),
+            "equal_hands": round(equal_speed),
+            "dealt_by_speed": round(dealt_speed),
+            "even_machines": round(even_speed),
+            "each_alone": [round(one) for one in speeds_alone],
+            "ideal": round(ideal_speed),
         },
-        "dealt_over_equal": round(by_speed / by_equal, 3),
-        "dealt_over_ideal": round(by_speed / ideal, 3),
-        "even_over_ideal": round(evenly / ideal, 3),
+        "dealt_over_equal": round(dealt_speed / equal_speed, 3),
+        "dealt_over_ideal": round(dealt_speed / ideal_speed, 3),
+        "even_over_ideal": round(even_speed / ideal_speed, 3),
         "time_imbalance": {
-            "equal_hands": median_imbalance(equal),
-            "dealt_by_speed": median_imbalance(dealt),
+            "equal_hands": median_imbalance(equal_records),
+            "dealt_by_speed": median_imbalance(dealt_records),
         },
         "first_dealt_step": first,
         "told": [event_of(event) for event in events],
         "largest_difference_of_losses": max(
             abs(one.loss - other.loss) / other.loss
-            for one, other in zip(records, same, strict=False)
+            for one, other in zip(records, even_records, strict=False)
         ),
         "digests_are_equal": all(
-            one.digest == other.digest for one, other in zip(records, same, strict=False)
+            one.digest == other.digest for one, other in zip(records, even_records, strict=False)
         ),
         "cpu_elsewhere": round(cpu[0], 2),
         "speeds_by_step": {r.step: list(r.speeds) for r in records if r.speeds},
@@ -318,11 +320,11 @@ def elsewhere() -> Iterator[list[float]]:
     def own() -> float:
         return sum(os.times()[:4])
 
-    taken: list[float] = []
-    began, all_before, own_before = time.perf_counter(), busy(), own()
-    yield taken
-    seconds = time.perf_counter() - began
-    taken.append((busy() - all_before - (own() - own_before)) / seconds)
+    cores: list[float] = []
+    start_time, busy_before, own_before = time.perf_counter(), busy(), own()
+    yield cores
+    seconds = time.perf_counter() - start_time
+    cores.append((busy() - busy_before - (own() - own_before)) / seconds)
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -360,13 +362,13 @@ def main() -> None:
     arguments = parser.parse_args()
     histogram = read_histogram(arguments.lengths)
     before = known_result("mixed_machines").get("measured", [])
-    measured = {len(one["shares_of_a_core"]): one for one in before}
+    figures_by_size = {len(one["shares_of_a_core"]): one for one in before}
     for shares in SHARES:
         if len(shares) in arguments.ranks:
-            measured[len(shares)] = measure(shares, histogram)
+            figures_by_size[len(shares)] = measure(shares, histogram)
     if 2 in arguments.ranks:
-        draw(measured[2], RESULTS / "mixed_machines.png")
-    figures = {"measured": [measured[ranks] for ranks in sorted(measured)]}
+        draw(figures_by_size[2], RESULTS / "mixed_machines.png")
+    figures = {"measured": [figures_by_size[ranks] for ranks in sorted(figures_by_size)]}
     write_result("mixed_machines", figures, ("elastrata", "torch", "numpy"))
 
 

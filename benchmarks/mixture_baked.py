@@ -104,8 +104,8 @@ def losses(run: Path) -> dict[str, Any]:
         int(entry["step"]): {name: float(entry[key]) for name, key in LOSSES.items()}
         for entry in history.surviving_evaluations(entries)
     }
-    for found in curve.values():
-        found["mean"] = statistics.mean(found.values())
+    for losses_by_source in curve.values():
+        losses_by_source["mean"] = statistics.mean(losses_by_source.values())
     return {"tokens": history.effective_steps(entries)[-1]["tokens"], "curve": curve}
 
 

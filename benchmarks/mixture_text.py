@@ -65,20 +65,20 @@ def stage_figures(
 
 def shares(steps: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, float]:
     """Return each source's share of the tokens in some steps."""
-    whole = sum(step["batch_tokens"] for step in steps)
+    num_tokens = sum(step["batch_tokens"] for step in steps)
     counts = {
         name: sum(step["batch_tokens_by_source"].get(name, 0) for step in steps) for name in names
     }
-    return {name: round(count / whole, 4) for name, count in counts.items()}
+    return {name: round(count / num_tokens, 4) for name, count in counts.items()}
 
 
 def draw(name: str, picture: Callable[[Path], None]) -> None:
     """Draw a picture into `results`."""
     path = RESULTS / name
     picture(path)
-    with Image.open(path) as drawn:
+    with Image.open(path) as image:
         # 64 colours suffice for lines and halve the size of the file.
-        drawn.convert("RGB").quantize(64).save(path, optimize=True)
+        image.convert("RGB").quantize(64).save(path, optimize=True)
 
 
 def proof(found: Audit) -> dict[str, Any]:

@@ -100,26 +100,26 @@ def order_of(manifest: Manifest, seed: int) -> Order:
 
 
 def batches_of(folder: Path, names: list[str], seed: int) -> Batches:
-    found = [
+    sources = [
         Source(
             name=name, url=str(folder / name), manifest=Manifest.read(Storage(f"{folder}/{name}"))
         )
         for name in names
     ]
-    orders = tuple(order_of(source.manifest, seed) for source in found)
+    orders = tuple(order_of(source.manifest, seed) for source in sources)
     batches = Batches(
-        url=found[0].url,
-        manifest=found[0].manifest,
+        url=sources[0].url,
+        manifest=sources[0].manifest,
         order=orders[0],
         work=WorkModel(linear=6 * 768, quadratic=1),
         tokens_per_micro_batch=8192,
     )
-    if len(found) == 1:
+    if len(sources) == 1:
         return batches
     # Constant shares from the first step to the last.
     mixture = Mixture((Leg(shares=in_units(SHARES)),))
     order = MixedOrder(mixture=mixture, orders=orders, firsts=(0,) * len(orders))
-    return replace(batches, order=order, sources=tuple(found))
+    return replace(batches, order=order, sources=tuple(sources))
 
 
 def phase_of(batches: Batches, steps: int) -> Phase:
@@ -132,26 +132,26 @@ def spent(batches: Batches) -> Iterator[float]:
     phase = phase_of(batches, STEPS)
     reader = phase.batches.stripes()
     for group in phase.groups(Start(), max_tokens=MAX_GROUP_TOKENS):
-        began = time.process_time()
+        start_time = time.process_time()
         for _ in phase.batches.payloads(group, RANKS, reader):
             pass
-        yield 1e3 * (time.process_time() - began)
+        yield 1e3 * (time.process_time() - start_time)
 
 
 def round_of(folder: Path, seed: int) -> dict[str, float]:
     """Measure both streams, alternating by groups; the one that goes first alternates, too."""
     streams = {name: spent(batches_of(folder, parts, seed)) for name, parts in STREAMS.items()}
-    taken: dict[str, list[float]] = {name: [] for name in STREAMS}
+    milliseconds_by_stream: dict[str, list[float]] = {name: [] for name in STREAMS}
     for turn in count(seed):
         for name in sorted(streams, reverse=bool(turn % 2)):
             if (milliseconds := next(streams[name], None)) is None:
                 del streams[name]
             else:
-                taken[name].append(milliseconds)
+                milliseconds_by_stream[name].append(milliseconds)
         if not streams:
             break
-    first = {name: parts[0] for name, parts in taken.items()}
-    step = {name: sum(parts[1:]) / (STEPS - 1) for name, parts in taken.items()}
+    first = {name: parts[0] for name, parts in milliseconds_by_stream.items()}
+    step = {name: sum(parts[1:]) / (STEPS - 1) for name, parts in milliseconds_by_stream.items()}
     return {
         **{f"{name}_first_milliseconds": value for name, value in first.items()},
         **{f"{name}_step_milliseconds": value for name, value in step.items()},
@@ -163,11 +163,11 @@ def round_of(folder: Path, seed: int) -> dict[str, float]:
 def seconds_to_first_batch(batches: Batches) -> float:
     """Return the seconds to the first batch through Ray Data, planning included."""
     phases = [phase_of(batches, RAY_STEPS)]
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     (split,) = dealt(descriptors(phases, Start()), phases, 1)
     steps = iter(RankStream(split, batches.manifest.token_dtype))
     next(steps)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_time
     # Reads to the end, so that no task of this stream runs during the next measurement.
     assert sum(1 for _ in steps) == RAY_STEPS - 1
     return seconds

@@ -53,25 +53,25 @@ def of_fit(table: Sequence[Row], chosen: Sequence[int]) -> dict[str, Any]:
     """Return the errors with constants fitted on the chosen rows."""
     efficiency = fit([table[row] for row in chosen])
     errors = table1_errors(table, efficiency)
-    others = [error for row, error in enumerate(errors) if row not in chosen]
+    other_errors = [error for row, error in enumerate(errors) if row not in chosen]
     return {
         "rows": [row + 1 for row in chosen],
         "matmul": round(efficiency.matmul, 4),
         "memory": round(efficiency.memory, 4),
         "fitted": _errors([errors[row] for row in chosen]),
-        "others": _errors(others),
+        "others": _errors(other_errors),
         "all": _errors(errors),
     }
 
 
 def table1(table: Sequence[Row], efficiency: Efficiency) -> dict[str, Any]:
     # All 210 fits, to show that the result does not depend on the choice of the rows.
-    every = [of_fit(table, chosen) for chosen in itertools.combinations(range(len(table)), 4)]
-    within = [one for one in every if one["all"]["mean"] <= 0.03 and one["all"]["worst"] <= 0.06]
-    found = []
+    all_fits = [of_fit(table, chosen) for chosen in itertools.combinations(range(len(table)), 4)]
+    within = [one for one in all_fits if one["all"]["mean"] <= 0.03 and one["all"]["worst"] <= 0.06]
+    rows_found = []
     for row in table:
         tflops, step = table1_time(row, efficiency)
-        found.append(
+        rows_found.append(
             {
                 "params_billion": row["params_billion"],
                 "published": row["tflops_per_gpu"],
@@ -83,7 +83,7 @@ def table1(table: Sequence[Row], efficiency: Efficiency) -> dict[str, Any]:
     # A trivial predictor, to compare with.
     constant = statistics.mean(row["tflops_per_gpu"] for row in table)
     return {
-        "rows": found,
+        "rows": rows_found,
         "fit": of_fit(table, FITTED_ROWS),
         "with_the_shipped_constants": _errors(table1_errors(table, efficiency)),
         "a_constant_for_every_row": _errors(
@@ -91,11 +91,11 @@ def table1(table: Sequence[Row], efficiency: Efficiency) -> dict[str, Any]:
         ),
         "rotated": [of_fit(table, chosen) for chosen in ROTATIONS],
         "every_four_rows": {
-            "fits": len(every),
-            "median_of_means": statistics.median(one["all"]["mean"] for one in every),
-            "largest_mean": max(one["all"]["mean"] for one in every),
-            "largest_worst": max(one["all"]["worst"] for one in every),
-            "share_within_3_and_6_percent": round(len(within) / len(every), 3),
+            "fits": len(all_fits),
+            "median_of_means": statistics.median(one["all"]["mean"] for one in all_fits),
+            "largest_mean": max(one["all"]["mean"] for one in all_fits),
+            "largest_worst": max(one["all"]["worst"] for one in all_fits),
+            "share_within_3_and_6_percent": round(len(within) / len(all_fits), 3),
         },
     }
 
@@ -123,15 +123,15 @@ def of_setting(one: Setting) -> dict[str, Any]:
 def search_seconds() -> dict[str, Any]:
     model, cluster = gpt(96, 12288, 96), read_cluster(f"1024x{DEVICE.name}")
     machine = Machine(DEVICE, GPU, elastrata("bf16", "fp32"))
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     # Tensor parallelism stays within a node of 8 GPUs.
-    found = search(model, cluster, machine, batch_size=1536, steps=1, tensor_sizes=(1, 2, 4, 8))
-    seconds = time.perf_counter() - began
+    result = search(model, cluster, machine, batch_size=1536, steps=1, tensor_sizes=(1, 2, 4, 8))
+    seconds = time.perf_counter() - start_time
     return {
         "seconds": round(seconds, 2),
-        "layouts": len(found.forecasts),
-        "do_not_fit": found.too_large,
-        "best": str(found.forecasts[0].layout),
+        "layouts": len(result.forecasts),
+        "do_not_fit": result.too_large,
+        "best": str(result.forecasts[0].layout),
     }
 
 

@@ -50,12 +50,12 @@ def train_tokenizer(corpus: Path, kind: str, folder: Path) -> Path:
 
 def run_elastrata(corpus: Path, tokenizer: Path) -> tuple[float, float, int]:
     """Return the seconds to start Ray, the seconds to prepare, and the number of tokens."""
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, ray_session("local", num_cpus=PROCESSES):
-        started = time.perf_counter()
+        ray_time = time.perf_counter()
         manifest = prepare(config(corpus, {"load": str(tokenizer)}), f"{folder}/out")
-        done = time.perf_counter()
-    return started - begun, done - started, manifest.tokens
+        end_time = time.perf_counter()
+    return ray_time - start_time, end_time - ray_time, manifest.tokens
 
 
 def run_datasets(corpus: Path, tokenizer: Path) -> tuple[float, int]:
@@ -64,10 +64,10 @@ def run_datasets(corpus: Path, tokenizer: Path) -> tuple[float, int]:
     from transformers import AutoTokenizer
 
     datasets.disable_progress_bars()
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    loaded_tokenizer = AutoTokenizer.from_pretrained(tokenizer)
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        encoded = loaded(
+        encoded = loaded_tokenizer(
             batch["text"], add_special_tokens=False, return_attention_mask=False,
             return_token_type_ids=False,
         )  # fmt: skip
@@ -76,9 +76,9 @@ def run_datasets(corpus: Path, tokenizer: Path) -> tuple[float, int]:
     # A new cache, as `map` would otherwise return the result of the previous run.
     with tempfile.TemporaryDirectory() as cache:
         data = datasets.load_dataset("json", data_files=str(corpus), split="train", cache_dir=cache)
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         mapped = data.map(tokenize, batched=True, num_proc=PROCESSES, remove_columns=["text"])
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start_time
         # Outside of the timed part.
         tokens = sum(len(chunk.flatten()) for chunk in mapped.data.column("input_ids").chunks)
     return seconds, tokens

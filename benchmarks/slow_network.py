@@ -161,12 +161,12 @@ class Training:
         self._workload, self._technique, self._seed = recipe.workload, technique, recipe.seed
         torch.manual_seed(recipe.seed)
         self.model = self._workload.build_model(self._manifest.vocabulary, self._manifest.seq_len)
-        whole = rank_mesh("cpu", RANKS, "all" if technique.alone else recipe.parallel.replicate)
+        mesh = rank_mesh("cpu", RANKS, "all" if technique.alone else recipe.parallel.replicate)
         parallelize(
             self.model,
             self._workload.blocks(self.model),
             # With `replicate: all` a shard group is a single rank, which sends nothing.
-            whole["shard"] if technique.alone else whole,
+            mesh["shard"] if technique.alone else mesh,
             precision=recipe.precision,
             activation_checkpointing="none",
             compile=False,
@@ -252,15 +252,15 @@ def measure_rate(
     rank: int, device: str, overrides: Sequence[str], names: Sequence[str], rounds: int
 ) -> dict[str, Any]:
     """Measure every technique over the current network."""
-    chosen = {name: TECHNIQUES[name] for name in names}
+    techniques = {name: TECHNIQUES[name] for name in names}
     # One computation-only baseline for each shape of step.
     baselines = {
         (t.micro_batches, t.precision): Training(
             Technique({}, t.micro_batches, t.precision, alone=True), rank, overrides
         )
-        for t in chosen.values()
+        for t in techniques.values()
     }
-    trainings = {name: Training(t, rank, overrides) for name, t in chosen.items()}
+    trainings = {name: Training(t, rank, overrides) for name, t in techniques.items()}
     messages: dict[str, list[Callable[[], Any]]] = {name: [] for name in trainings}
     for name, training in trainings.items():
         with recorded(messages[name]):
@@ -275,25 +275,27 @@ def measure_rate(
             before = sent_bytes(device)
             steps[name].append(training.step())
             sent[name].append(sent_bytes(device) - before)
-    found = {}
-    for name, technique in chosen.items():
+    figures = {}
+    for name, technique in techniques.items():
         compute = statistics.median(alone[technique.micro_batches, technique.precision][1:])
         seconds = statistics.median(step["seconds"] for step in steps[name][1:])
-        alone_seconds = seconds_to_send(messages[name], 3)
-        tellable = alone_seconds > SHORTEST_TO_TELL * compute
-        found[name] = {
+        communication_seconds = seconds_to_send(messages[name], 3)
+        is_measurable = communication_seconds > SHORTEST_TO_TELL * compute
+        figures[name] = {
             "tokens_per_second": round(
                 statistics.median(step["tokens"] / step["seconds"] for step in steps[name][1:]), 1
             ),
             "seconds": round(seconds, 4),
             "seconds_of_steps": [round(step["seconds"], 4) for step in steps[name][1:]],
             "compute_seconds": round(compute, 4),
-            "communication_seconds": round(alone_seconds, 4),
-            "hidden": round(1 - (seconds - compute) / alone_seconds, 3) if tellable else None,
+            "communication_seconds": round(communication_seconds, 4),
+            "hidden": round(1 - (seconds - compute) / communication_seconds, 3)
+            if is_measurable
+            else None,
             "sent_megabytes": round(statistics.median(sent[name][1:]) / 1e6, 2),
             "messages": len(messages[name]),
         }
-    return {"measured_megabits_per_second": measured_megabits(), "techniques": found}
+    return {"measured_megabits_per_second": measured_megabits(), "techniques": figures}
 
 
 class Watched:
@@ -358,9 +360,9 @@ def on_rank(arguments: argparse.Namespace) -> None:
     overrides = [f"data.path={arguments.data_set}", *arguments.overrides]
     measure = MEASUREMENTS[arguments.measurement]
     device = os.environ["GLOO_SOCKET_IFNAME"]
-    found = measure(arguments.rank, device, overrides, arguments.techniques, arguments.rounds)
+    figures = measure(arguments.rank, device, overrides, arguments.techniques, arguments.rounds)
     if arguments.rank == 0:
-        Path(arguments.found).write_text(json.dumps(found), encoding="utf-8")
+        Path(arguments.found).write_text(json.dumps(figures), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -368,9 +370,9 @@ def on_rank(arguments: argparse.Namespace) -> None:
 def measured(measurement: str, megabits: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of rank 0 over a cable of this rate."""
     with tempfile.TemporaryDirectory() as folder, network(megabits) as names:
-        found = Path(folder) / "found.json"
+        result_path = Path(folder) / "found.json"
         command = [sys.executable, __file__, arguments.data_set, *arguments.overrides]
-        command += ["--measurement", measurement, "--found", str(found)]
+        command += ["--measurement", measurement, "--found", str(result_path)]
         command += ["--rounds", str(arguments.rounds), "--techniques", *arguments.techniques]
         ranks = [
             subprocess.Popen(
@@ -388,7 +390,7 @@ def measured(measurement: str, megabits: int, arguments: argparse.Namespace) -> 
                 process.wait()
         if any(codes):
             raise SystemExit(f"a rank ended with {codes}")
-        result: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+        result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
         return result
 
 
@@ -404,8 +406,8 @@ def draw(rates: Mapping[str, Any], path: Path) -> None:
     ]
     width = 0.85 / len(names)
     for order, name in enumerate(names):
-        found = [rate["techniques"][name] for rate in rates.values()]
-        shares = [one["compute_seconds"] / one["seconds"] for one in found]
+        by_rate = [rate["techniques"][name] for rate in rates.values()]
+        shares = [one["compute_seconds"] / one["seconds"] for one in by_rate]
         places = [place + (order - len(names) / 2) * width for place in range(len(rates))]
         axes.bar(places, shares, width, label=name)
     axes.set_xticks(range(len(rates)), list(rates))
@@ -450,11 +452,11 @@ def main() -> None:
     arguments.data_set = str(Path(arguments.data_set).resolve())
     for part in arguments.parts:
         kind = "rate" if part in RATES else "errors"
-        found = measured(kind, RATES.get(part, 0), arguments)
+        figures = measured(kind, RATES.get(part, 0), arguments)
         if arguments.only_print:
-            print(json.dumps(found))
+            print(json.dumps(figures))
         else:
-            write(part, found)
+            write(part, figures)
 
 
 if __name__ == "__main__":

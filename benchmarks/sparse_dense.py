@@ -122,8 +122,8 @@ def train(arguments: argparse.Namespace, recipe: Path, case: str, seed: int) -> 
         overrides.append(f"schedule={{shape: cosine, final: 0.1, warmup_steps: {warm_up}}}")
     else:
         overrides.append(f"phases={phases(arguments, CASES[case])}")
-    done = elastrata("train", str(recipe), *overrides, "--name", name)
-    entries = history.read(Storage(done["run_dir"]).sub("history"))
+    result = elastrata("train", str(recipe), *overrides, "--name", name)
+    entries = history.read(Storage(result["run_dir"]).sub("history"))
     steps = history.effective_steps(entries)
     dense = round(arguments.steps * arguments.dense_share)
     ends = [arguments.steps] if case == DENSE else [arguments.steps - dense, arguments.steps]
@@ -138,14 +138,14 @@ def train(arguments: argparse.Namespace, recipe: Path, case: str, seed: int) -> 
 
 def summary(runs: Sequence[Trained], dense: Sequence[Trained]) -> dict[str, Any]:
     """Return the figures of a case, compared with the dense runs of the same seeds."""
-    last = [list(run.evaluated.values())[-1] for run in runs]
+    final_losses = [list(run.evaluated.values())[-1] for run in runs]
     dense_losses = [list(run.evaluated.values())[-1] for run in dense]
-    gaps = [one - other for one, other in zip(last, dense_losses, strict=True)]
-    whole = {kind: sum(part[kind] for part in runs[0].flops) for kind in ("dense", "needed")}
+    gaps = [one - other for one, other in zip(final_losses, dense_losses, strict=True)]
+    total_flops = {kind: sum(part[kind] for part in runs[0].flops) for kind in ("dense", "needed")}
     phase_ends = sorted(runs[0].evaluated)
     return {
-        "validation_loss": [round(loss, 4) for loss in last],
-        "mean_validation_loss": round(statistics.fmean(last), 4),
+        "validation_loss": [round(loss, 4) for loss in final_losses],
+        "mean_validation_loss": round(statistics.fmean(final_losses), 4),
         "above_dense": [round(gap, 4) for gap in gaps],
         "mean_above_dense": round(statistics.fmean(gaps), 4),
         "deviation_of_above_dense": round(statistics.stdev(gaps), 4) if len(gaps) > 1 else None,
@@ -153,7 +153,7 @@ def summary(runs: Sequence[Trained], dense: Sequence[Trained]) -> dict[str, Any]
         "times_fewer_flops_by_phase": [
             round(part["dense"] / part["needed"], 3) for part in runs[0].flops
         ],
-        "times_fewer_flops": round(whole["dense"] / whole["needed"], 3),
+        "times_fewer_flops": round(total_flops["dense"] / total_flops["needed"], 3),
         "validation": {
             step: [round(run.evaluated[step], 4) for run in runs] for step in phase_ends
         },
@@ -207,19 +207,19 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="a folder that keeps data and runs")
     parser.add_argument("--cases", help="some, with ';' between")
     arguments = parser.parse_intermixed_args()
-    chosen = arguments.cases.split(";") if arguments.cases else list(CASES)
-    if unknown := set(chosen) - set(CASES):
+    cases = arguments.cases.split(";") if arguments.cases else list(CASES)
+    if unknown := set(cases) - set(CASES):
         parser.error(f"--cases: {'; '.join(sorted(unknown))}: expected some of {'; '.join(CASES)}")
-    found: dict[str, list[Trained]] = {case: [] for case in chosen}
+    runs_by_case: dict[str, list[Trained]] = {case: [] for case in cases}
     with scratch_folder(arguments.scratch) as scratch:
         recipe = write_recipe(arguments, scratch)
         for seed in range(arguments.seeds):
-            for case in chosen:
-                found[case].append(train(arguments, recipe, case, seed))
-                last = list(found[case][-1].evaluated.values())[-1]
+            for case in cases:
+                runs_by_case[case].append(train(arguments, recipe, case, seed))
+                last = list(runs_by_case[case][-1].evaluated.values())[-1]
                 print(f"{case}, seed {seed}: {last:.4f}", flush=True)
     name = "sparse_dense_tiny" if arguments.tiny else "sparse_dense"
-    draw(found, RESULTS / f"{name}.png")
+    draw(runs_by_case, RESULTS / f"{name}.png")
     write_result(
         name,
         {
@@ -227,7 +227,9 @@ def main() -> None:
             "dense_share": arguments.dense_share,
             "seeds": arguments.seeds,
             "flops": "forward and backward, attention causal-halved, without products with zeros",
-            "cases": {case: summary(runs, found[chosen[0]]) for case, runs in found.items()},
+            "cases": {
+                case: summary(runs, runs_by_case[cases[0]]) for case, runs in runs_by_case.items()
+            },
         },
         ("elastrata", "ray", "torch"),
     )

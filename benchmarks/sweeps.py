@@ -94,20 +94,22 @@ def main() -> None:
         asha = elastrata.sweep(
             elastrata.SweepConfig(name="asha", scheduler={"name": "asha"}, **common)
         )
-        found: dict[str, Any] = {"space": SPACE, "asha": figures(asha, arguments.slots)}
+        result: dict[str, Any] = {"space": SPACE, "asha": figures(asha, arguments.slots)}
         if arguments.only != "asha":
             grid = elastrata.sweep(
                 elastrata.SweepConfig(name="grid", searcher={"name": "grid"}, **common)
             )
-            found["grid"] = figures(grid, arguments.slots)
+            result["grid"] = figures(grid, arguments.slots)
             assert asha.status == grid.status == "FINISHED"
             assert asha.best_value
             assert grid.best_value
-            found["loss_over_that_of_the_grid"] = asha.best_value / grid.best_value - 1
+            result["loss_over_that_of_the_grid"] = asha.best_value / grid.best_value - 1
         # A trial that ASHA did not stop.
-        whole = max(trial.tokens for trial in asha.standings.trials.values())
-        found["share_of_tokens_saved"] = 1 - found["asha"]["tokens"] / (arguments.trials * whole)
-    write_result("sweeps", found, ("elastrata", "ray", "torch"))
+        full_trial_tokens = max(trial.tokens for trial in asha.standings.trials.values())
+        result["share_of_tokens_saved"] = 1 - result["asha"]["tokens"] / (
+            arguments.trials * full_trial_tokens
+        )
+    write_result("sweeps", result, ("elastrata", "ray", "torch"))
 
 
 if __name__ == "__main__":

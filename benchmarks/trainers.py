@@ -127,7 +127,7 @@ class Bench:
         recipe = self.recipe(seed)
         python = self.composer if rival == RIVALS["Composer"] else self.rivals
         script = Path(__file__).with_name("rival_trainers.py")
-        found = last_line(
+        output = last_line(
             # At the niceness of Elastrata's workers.
             ["nice", "-n", NICENESS, python, script, *rival, self.scratch, settings(recipe)]
         )
@@ -136,13 +136,13 @@ class Bench:
                 "tokens": tokens,
                 "positions": BATCH_SIZE * length,
                 "flops": padded_flops(recipe, length),
-                "ended": ended,
+                "ended": end_time,
             }
-            for tokens, length, ended in zip(
+            for tokens, length, end_time in zip(
                 # A prefetched batch may have been collated after the last step.
-                found["tokens"],
-                found["lengths"],
-                found["seconds"],
+                output["tokens"],
+                output["lengths"],
+                output["seconds"],
                 strict=False,
             )
         ]
@@ -230,14 +230,14 @@ def prepare_trainers(
 
 def measured(steps: Sequence[Step]) -> dict[str, float]:
     """Return the figures of one run, without its warm-up and its last step."""
-    counted = steps[WARM_UP:-1]
-    tokens = sum(step["tokens"] for step in counted)
-    seconds = counted[-1]["ended"] - steps[WARM_UP - 1]["ended"]
+    counted_steps = steps[WARM_UP:-1]
+    tokens = sum(step["tokens"] for step in counted_steps)
+    seconds = counted_steps[-1]["ended"] - steps[WARM_UP - 1]["ended"]
     return {
         "tokens_per_second": tokens / seconds,
         "tokens": tokens,
-        "padding": 1 - tokens / sum(step["positions"] for step in counted),
-        "flops_per_token": sum(step["flops"] for step in counted) / tokens,
+        "padding": 1 - tokens / sum(step["positions"] for step in counted_steps),
+        "flops_per_token": sum(step["flops"] for step in counted_steps) / tokens,
     }
 
 
@@ -245,18 +245,18 @@ def measure(
     bench: Bench, rounds: int, trainers: Sequence[str] = (*RIVALS, *OURS)
 ) -> list[dict[str, dict[str, float]]]:
     """Run rounds of trainers by turns; return these and the rounds kept from earlier calls."""
-    kept = bench.scratch / "rounds.json"
-    found = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else []
+    rounds_path = bench.scratch / "rounds.json"
+    all_rounds = json.loads(rounds_path.read_text(encoding="utf-8")) if rounds_path.exists() else []
     for _ in range(rounds):
         figures = {}
         for trainer in trainers:
             # Every round has another seed, so other batches.
-            figures[trainer] = measured(bench.steps(trainer, seed=len(found)))
+            figures[trainer] = measured(bench.steps(trainer, seed=len(all_rounds)))
             figures[trainer]["load"] = os.getloadavg()[0]
             print(f"{trainer}: {figures[trainer]['tokens_per_second']:.0f} tokens/s", flush=True)
-        found.append(figures)
-        kept.write_text(json.dumps(found), encoding="utf-8")
-    return found
+        all_rounds.append(figures)
+        rounds_path.write_text(json.dumps(all_rounds), encoding="utf-8")
+    return all_rounds
 
 
 def row(trainer: str, rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:

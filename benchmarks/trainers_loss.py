@@ -82,12 +82,12 @@ def drawn_steps(batches: Batches, recipe: Recipe) -> Iterator[list[Rows]]:
     generator = torch.Generator().manual_seed(recipe.seed)
     order = torch.randperm(manifest.samples, generator=generator).numpy()
     for step in range(recipe.steps):
-        chosen = order[step * size : (step + 1) * size]
+        chosen_rows = order[step * size : (step + 1) * size]
         # Rows are sorted by length within their batch for speed; the loss is a sum over them.
-        chosen = chosen[np.argsort(-lengths[chosen], kind="stable")]
+        chosen_rows = chosen_rows[np.argsort(-lengths[chosen_rows], kind="stable")]
         layout = StepLayout(step=step + 1, cuts=[0, size], imbalance=1.0)
         # Through the payload format, so that the rows have the same form as dealt ones.
-        payload = encode(samples.take(chosen), np.zeros(size, np.int64), [layout])
+        payload = encode(samples.take(chosen_rows), np.zeros(size, np.int64), [layout])
         (part,) = decode(payload, manifest.token_dtype)
         yield part.micro_batches
 
@@ -111,15 +111,15 @@ def train(name: str, recipe: Recipe) -> Curve:
     ).micro_batches
     tokens, curve = 0, []
     for number, micro_batches in enumerate(STEPS_OF[name](data.train, recipe)):
-        ready = [workload.collate(rows, vocabulary, recipe.seed) for rows in micro_batches]
+        collated = [workload.collate(rows, vocabulary, recipe.seed) for rows in micro_batches]
         set_learning_rate(optimizer, recipe.learning_rate(number))
-        weights = {"mlm": sum(batch.weights["mlm"] for batch in ready)}
-        train_step(forward_backward, optimizer, ready, weights=weights, clip=clip)
+        weights = {"mlm": sum(batch.weights["mlm"] for batch in collated)}
+        train_step(forward_backward, optimizer, collated, weights=weights, clip=clip)
         tokens += sum(len(rows.tokens) for rows in micro_batches)
         if (number + 1) % recipe.evaluation.every == 0:
-            found = evaluate(forward_backward, workload, held_out, vocabulary, torch.device(device))
+            loss = evaluate(forward_backward, workload, held_out, vocabulary, torch.device(device))
             # Over tokens, as random batches have other numbers of tokens than dealt ones.
-            curve.append((tokens, found.total))
+            curve.append((tokens, loss.total))
     return curve
 
 
@@ -191,20 +191,25 @@ def comparison(curves: Curves) -> list[dict[str, Any]]:
     ends = [curve[-1][0] for runs in curves.values() for curve in runs]
     starts = [curve[0][0] for runs in curves.values() for curve in runs]
     tokens = np.linspace(max(starts), min(ends), POINTS).astype(int).tolist()
-    dealt, drawn = (losses_at(curves[name], tokens) for name in (DEALT, DRAWN))
+    dealt_losses, drawn_losses = (losses_at(curves[name], tokens) for name in (DEALT, DRAWN))
     return [
         {
             "tokens": count,
             **{
                 name: {
-                    "mean": round(float(found.mean()), 4),
-                    "seeds": [round(loss, 4) for loss in found.tolist()],
-                    "standard_deviation": round(statistics.stdev(found.tolist()), 4),
+                    "mean": round(float(seed_losses.mean()), 4),
+                    "seeds": [round(loss, 4) for loss in seed_losses.tolist()],
+                    "standard_deviation": round(statistics.stdev(seed_losses.tolist()), 4),
                 }
-                for name, found in ((DEALT, dealt[:, place]), (DRAWN, drawn[:, place]))
+                for name, seed_losses in (
+                    (DEALT, dealt_losses[:, place]),
+                    (DRAWN, drawn_losses[:, place]),
+                )
             },
-            "difference_of_means": round(float(dealt[:, place].mean() - drawn[:, place].mean()), 4),
-            "spread_of_the_random_seeds": round(float(np.ptp(drawn[:, place])), 4),
+            "difference_of_means": round(
+                float(dealt_losses[:, place].mean() - drawn_losses[:, place].mean()), 4
+            ),
+            "spread_of_the_random_seeds": round(float(np.ptp(drawn_losses[:, place])), 4),
         }
         for place, count in enumerate(tokens)
     ]

@@ -108,18 +108,20 @@ def taken(rows: Rows, which: Ints) -> Rows:
 def hands_of(batches: Batches, lengths: Ints, ranks: int) -> dict[str, Sequence[Hand]]:
     """Return the share of every rank by scheme, with the longest rows first."""
     budget = batches.tokens_per_micro_batch
-    dealt = deal(lengths, num_ranks=ranks, work=batches.work, tokens_per_micro_batch=budget).hands
+    dealt_shares = deal(
+        lengths, num_ranks=ranks, work=batches.work, tokens_per_micro_batch=budget
+    ).hands
 
     def cut_shares(shares: Sequence[Ints]) -> Sequence[Hand]:
         by_length = [rows[np.argsort(-lengths[rows], kind="stable")] for rows in shares]
         return cut_hands(by_length, lengths, [budget] * len(by_length))
 
     return {
-        DEAL: dealt,
+        DEAL: dealt_shares,
         STRATIFIED: cut_shares(baselines.stratified(lengths, ranks)),
         RANDOM: cut_shares(baselines.random(lengths, ranks)),
         # Equal work on every rank.
-        CONTROL: [dealt[0]] * ranks,
+        CONTROL: [dealt_shares[0]] * ranks,
     }
 
 
@@ -145,12 +147,15 @@ class Trainer:
         dist.all_reduce(weight)
         self._optimizer.zero_grad()
         dist.barrier()
-        began, cpu_began = time.perf_counter(), time.process_time()
+        start_time, cpu_start_time = time.perf_counter(), time.process_time()
         for batch in batches:
             (self._workload.loss(self._model, batch).terms["mlm"] / weight).backward()
-        cpu_seconds, seconds = time.process_time() - cpu_began, time.perf_counter() - began
+        cpu_seconds, seconds = (
+            time.process_time() - cpu_start_time,
+            time.perf_counter() - start_time,
+        )
         dist.barrier()
-        waited = time.perf_counter() - began - seconds
+        waited = time.perf_counter() - start_time - seconds
         # Not measured: all schemes sum the same gradients.
         for parameter in self._parameters:
             assert parameter.grad is not None
@@ -183,8 +188,8 @@ def on_rank(rank: int, ranks: int, data: str, steps: int) -> dict[str, list[Take
 
 
 def measure(ranks: int, data: str, steps: int) -> dict[str, Any]:
-    found = on_ranks(ranks, on_rank, ranks, data, steps)
-    by_scheme = {name: [rank[name] for rank in found] for name in (*SCHEMES, CONTROL)}
+    results_by_rank = on_ranks(ranks, on_rank, ranks, data, steps)
+    by_scheme = {name: [rank[name] for rank in results_by_rank] for name in (*SCHEMES, CONTROL)}
     return {
         "ranks": ranks,
         "samples_in_a_batch": SAMPLES_EACH * ranks,
@@ -209,8 +214,8 @@ def waits(shares: Sequence[Sequence[Taken]], ranks: int) -> dict[str, Any]:
     # Wall-clock times are meaningless if ranks share cores.
     if ranks <= (os.cpu_count() or 1):
         at_barrier = table(shares, lambda s: s.seconds_at_barrier)
-        whole = table(shares, lambda s: s.seconds) + at_barrier
-        figures["by_the_clock"] = waiting(at_barrier, whole.max(axis=0))
+        whole_seconds = table(shares, lambda s: s.seconds) + at_barrier
+        figures["by_the_clock"] = waiting(at_barrier, whole_seconds.max(axis=0))
     return figures
 
 
@@ -237,13 +242,13 @@ def imbalance(values: Floats) -> float:
 def estimate(by_scheme: Sequence[Sequence[Sequence[Taken]]]) -> dict[str, Any]:
     """Return how well a rank's work predicts its CPU seconds, over all schemes, steps and ranks."""
     parts = [(table(s, lambda t: t.work), table(s, lambda t: t.cpu_seconds)) for s in by_scheme]
-    predicted = np.concatenate([(work / work.mean(axis=0)).ravel() for work, _ in parts])
-    measured = np.concatenate([(cpu / cpu.mean(axis=0)).ravel() for _, cpu in parts])
-    errors = np.abs(predicted / measured - 1)
+    predicted_shares = np.concatenate([(work / work.mean(axis=0)).ravel() for work, _ in parts])
+    measured_shares = np.concatenate([(cpu / cpu.mean(axis=0)).ravel() for _, cpu in parts])
+    errors = np.abs(predicted_shares / measured_shares - 1)
     return {
         "of": "a rank's share of the work, beside its share of the CPU seconds",
-        "correlation": rounded(np.corrcoef(predicted, measured)[0, 1]),
-        "slope": rounded(np.polyfit(predicted, measured, 1)[0]),
+        "correlation": rounded(np.corrcoef(predicted_shares, measured_shares)[0, 1]),
+        "slope": rounded(np.polyfit(predicted_shares, measured_shares, 1)[0]),
         "median_relative_error": rounded(np.median(errors)),
         "largest_relative_error": rounded(errors.max()),
     }
@@ -255,12 +260,12 @@ def forms(data: str, ranks: int) -> dict[str, Any]:
     batches = training_data(recipe).train
     stored = batches.manifest.read_lengths(Storage(data))
     steps = len(stored) // recipe.batch_size
-    found: dict[str, list[Ints]] = {}
+    lengths_by_form: dict[str, list[Ints]] = {}
     for unsorted in ordered_batches(
         stored, batches.order, batch_size=recipe.batch_size, steps=steps
     ):
         shares_by_scheme = hands_of(batches, unsorted, ranks)
-        found.setdefault("without padding", []).append(unsorted)
+        lengths_by_form.setdefault("without padding", []).append(unsorted)
         for name, scheme in (("dealt by work", DEAL), ("dealt at random", RANDOM)):
             padded = [
                 np.full(stop - start, unsorted[hand.rows[start:stop]].max())
@@ -269,14 +274,14 @@ def forms(data: str, ranks: int) -> dict[str, Any]:
                 if stop > start
             ]
             key = f"padded to the longest of a micro-batch, {name}"
-            found.setdefault(key, []).extend(padded)
-        found.setdefault(f"padded to {NATURAL_LENGTH}", []).append(
+            lengths_by_form.setdefault(key, []).extend(padded)
+        lengths_by_form.setdefault(f"padded to {NATURAL_LENGTH}", []).append(
             np.full_like(unsorted, NATURAL_LENGTH)
         )
-    text = int(np.concatenate(found["without padding"]).sum())
+    text = int(np.concatenate(lengths_by_form["without padding"]).sum())
     return {
         name: counted(np.concatenate(lengths), text, batches.manifest.vocabulary)
-        for name, lengths in found.items()
+        for name, lengths in lengths_by_form.items()
     }
 
 

@@ -37,13 +37,13 @@ def from_config(config: Any) -> dict[str, Any]:
 
 def unsupported(config: Any) -> list[str]:
     """Return the parts of a BertConfig that our model lacks; empty if it has all."""
-    lacks = {
+    missing_by_part = {
         f"hidden_act {config.hidden_act}": config.hidden_act != "gelu",
         f"type_vocab_size {config.type_vocab_size}": config.type_vocab_size != 2,
         "is_decoder": config.is_decoder,
         "tie_word_embeddings false": not config.tie_word_embeddings,
     }
-    return [key for key, differs in lacks.items() if differs]
+    return [key for key, differs in missing_by_part.items() if differs]
 
 
 def counterpart(*, next_sentence: bool) -> Counterpart:

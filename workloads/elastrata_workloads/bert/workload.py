@@ -73,8 +73,8 @@ class Bert(MaskedTransformer):
         """
         if config.model_type != "bert":
             return None
-        if lacking := hf.unsupported(config):
-            raise UserError(f"workload bert has no {', '.join(lacking)}")
+        if missing_parts := hf.unsupported(config):
+            raise UserError(f"workload bert has no {', '.join(missing_parts)}")
         return hf.from_config(config)
 
     def counterpart(self, vocabulary: Vocabulary) -> Counterpart:

@@ -90,14 +90,14 @@ class Gpt2:
     @staticmethod
     def unsupported(config: Any) -> list[str]:
         """Return the parts of a GPT2Config that our model lacks; empty if it has all."""
-        lacks = {
+        missing_by_part = {
             f"activation_function {config.activation_function}": config.activation_function
             not in ("gelu_new", "gelu_pytorch_tanh"),
             "scale_attn_weights false": not config.scale_attn_weights,
             "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
             "add_cross_attention": config.add_cross_attention,
         }
-        return [key for key, differs in lacks.items() if differs]
+        return [key for key, differs in missing_by_part.items() if differs]
 
     @staticmethod
     def counterpart(shape: GptShape) -> Counterpart:
@@ -136,11 +136,11 @@ def _gpt2_block() -> dict[str, Origin]:
         )
         for number, name in enumerate(_GPT2_QKV)
     }
-    others = {
+    other_modules = {
         name: Origin(name=theirs, transposed=not theirs.startswith("ln"))
         for name, theirs in _GPT2_BLOCK.items()
     }
-    return projections | others
+    return projections | other_modules
 
 
 _LLAMA_OUTSIDE = {
@@ -222,7 +222,7 @@ class Llama:
     def unsupported(config: Any) -> list[str]:
         """Return the parts of a LlamaConfig that our model lacks; empty if it has all."""
         rope_type = config.rope_parameters["rope_type"]
-        lacks = {
+        missing_by_part = {
             f"hidden_act {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
             f"rope_type {rope_type}": rope_type != "default",
             f"head_dim {config.head_dim}": config.head_dim * config.num_attention_heads
@@ -230,7 +230,7 @@ class Llama:
             "attention_bias unlike mlp_bias": config.attention_bias
             != getattr(config, "mlp_bias", False),
         }
-        return [key for key, differs in lacks.items() if differs]
+        return [key for key, differs in missing_by_part.items() if differs]
 
     @staticmethod
     def counterpart(shape: GptShape, more: Mapping[str, str] = MappingProxyType({})) -> Counterpart:
@@ -269,8 +269,8 @@ class Qwen3(Llama):
     def differences(shape: GptShape) -> list[str]:
         """Return the recipe keys whose values Qwen3 does not support; empty if it fits."""
         without_norms = [key for key in Llama.differences(shape) if not key.startswith("qk_norm")]
-        own = {"qk_norm: false": not shape.qk_norm, "bias: true": shape.bias}
-        return [*without_norms, *(key for key, differs in own.items() if differs)]
+        own_differences = {"qk_norm: false": not shape.qk_norm, "bias: true": shape.bias}
+        return [*without_norms, *(key for key, differs in own_differences.items() if differs)]
 
     @staticmethod
     def to_config(shape: GptShape) -> dict[str, Any]:
@@ -288,8 +288,10 @@ class Qwen3(Llama):
     @staticmethod
     def unsupported(config: Any) -> list[str]:
         """Return the parts of a Qwen3Config that our model lacks; empty if it has all."""
-        lacks = Llama.unsupported(config)
-        return [*lacks, "use_sliding_window"] if config.use_sliding_window else lacks
+        missing_parts = Llama.unsupported(config)
+        return (
+            [*missing_parts, "use_sliding_window"] if config.use_sliding_window else missing_parts
+        )
 
     @staticmethod
     def counterpart(
@@ -318,10 +320,10 @@ def family_of(shape: GptShape) -> Family:
     for family, differences in by_family.items():
         if not differences:
             return family
-    lacks = "; ".join(
+    text = "; ".join(
         f"{name} without {', '.join(by_family[family])}" for name, family in _DISPLAY_NAMES.items()
     )
-    raise UserError(f"workload: transformers has no such model: {lacks}")
+    raise UserError(f"workload: transformers has no such model: {text}")
 
 
 _ROWS_PER_ID = ("embeddings.tokens.weight", "head.weight")

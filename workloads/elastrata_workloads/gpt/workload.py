@@ -121,8 +121,8 @@ class Gpt(UnpaddedTransformer):
         family = FAMILIES.get(config.model_type)
         if family is None:
             return None
-        if lacking := family.unsupported(config):
-            raise UserError(f"workload gpt has no {', '.join(lacking)}")
+        if missing_parts := family.unsupported(config):
+            raise UserError(f"workload gpt has no {', '.join(missing_parts)}")
         settings: dict[str, Any] = family.from_config(config)
         return settings
 
@@ -133,8 +133,8 @@ class Gpt(UnpaddedTransformer):
             UserError: transformers has no such model.
         """
         shape = self.shape(vocabulary.size)
-        found: Counterpart = family_of(shape).counterpart(shape)
-        return found
+        mapping: Counterpart = family_of(shape).counterpart(shape)
+        return mapping
 
     def problems(self, manifest: Manifest) -> list[str]:
         """Return one line per reason why GPT cannot train on this data set."""
@@ -214,8 +214,8 @@ class Gpt(UnpaddedTransformer):
     def shape(self, num_ids: int) -> GptShape:
         """Return the model's shape for a vocabulary of `num_ids` ids."""
         heads = {"num_kv_heads": self.num_kv_heads or self.num_heads}
-        same = {**self.same_in(GptShape), **heads}
-        return GptShape(**same, num_ids=num_ids, num_embeddings=self.num_rows(num_ids))
+        shared_values = {**self.same_in(GptShape), **heads}
+        return GptShape(**shared_values, num_ids=num_ids, num_embeddings=self.num_rows(num_ids))
 
     @property
     @override
@@ -250,8 +250,8 @@ def from_transformers(folder: Path | str) -> tuple[Gpt, dict[str, Tensor]]:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise UserError(f"{folder}: a {config.model_type}: expected {', '.join(FAMILIES)}")
-    if lacking := family.unsupported(config):
-        raise UserError(f"{folder}: workload gpt has no {', '.join(lacking)}")
+    if missing_parts := family.unsupported(config):
+        raise UserError(f"{folder}: workload gpt has no {', '.join(missing_parts)}")
     workload = Gpt.model_validate(family.from_config(config))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     table = family.counterpart(workload.shape(config.vocab_size))

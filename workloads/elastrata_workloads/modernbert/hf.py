@@ -80,7 +80,7 @@ def from_config(config: Any) -> dict[str, Any]:
 def unsupported(config: Any) -> list[str]:
     """Return the parts of a ModernBertConfig that our model lacks; empty if it has all."""
     types, bases = config.layer_types, config.rope_parameters
-    lacks = {
+    missing_by_part = {
         f"hidden_activation {config.hidden_activation}": config.hidden_activation != "gelu",
         f"classifier_activation {config.classifier_activation}": (
             config.classifier_activation != "gelu"
@@ -94,7 +94,7 @@ def unsupported(config: Any) -> list[str]:
         "a rope_type but default": any(part["rope_type"] != "default" for part in bases.values()),
         "tie_word_embeddings false": not config.tie_word_embeddings,
     }
-    return [key for key, differs in lacks.items() if differs]
+    return [key for key, differs in missing_by_part.items() if differs]
 
 
 _BIASES = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")

@@ -89,8 +89,8 @@ class ModernBert(MaskedTransformer):
         """
         if config.model_type != "modernbert":
             return None
-        if lacking := hf.unsupported(config):
-            raise UserError(f"workload modernbert has no {', '.join(lacking)}")
+        if missing_parts := hf.unsupported(config):
+            raise UserError(f"workload modernbert has no {', '.join(missing_parts)}")
         return hf.from_config(config)
 
     def counterpart(self, vocabulary: Vocabulary) -> Counterpart:

@@ -70,11 +70,11 @@ class UnpaddedBatch(Batch):
 
     def filled_to(self, num_tokens: int) -> Self:
         """Return this batch filled up to `num_tokens` tokens, as `filled` does."""
-        missing = num_tokens - len(self.input_ids)
-        if not missing:
+        num_added = num_tokens - len(self.input_ids)
+        if not num_added:
             return self
         per_token: dict[str, Any] = {
-            name: F.pad(value, (0, missing))
+            name: F.pad(value, (0, num_added))
             for name in self._per_token
             if (value := getattr(self, name)) is not None
         }
@@ -82,8 +82,8 @@ class UnpaddedBatch(Batch):
             self,
             **per_token,
             num_positions=num_tokens,
-            offsets=F.pad(self.offsets, (0, 1), value=len(self.input_ids) + missing),
-            segment_lengths=(*self.segment_lengths, missing),
+            offsets=F.pad(self.offsets, (0, 1), value=len(self.input_ids) + num_added),
+            segment_lengths=(*self.segment_lengths, num_added),
         )
 
     @property
@@ -182,10 +182,10 @@ def source_weights(rows: Rows, sources: Tensor | None) -> dict[str, float]:
     if not count:
         return {}
     numbers = torch.zeros(0, dtype=torch.int64) if sources is None else sources
-    counted = torch.bincount(numbers, minlength=count).tolist()
+    counts = torch.bincount(numbers, minlength=count).tolist()
     return {
         SOURCE_LOSS + name: float(number)
-        for name, number in zip(rows.source_names, counted, strict=True)
+        for name, number in zip(rows.source_names, counts, strict=True)
     }
 
 

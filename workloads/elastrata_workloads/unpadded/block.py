@@ -63,6 +63,6 @@ class Block(nn.Module):
         """Map shape [T, E] to [T, E]; positions have shape [T]."""
         attended = self.attention(self.attention_norm(hidden), segments, positions)
         hidden = hidden + self.attention_dropout(attended, dropout_keys)
-        fed = self.feed_forward(self.feed_forward_norm(hidden))
-        out: Tensor = hidden + self.feed_forward_dropout(fed, dropout_keys)
+        transformed = self.feed_forward(self.feed_forward_norm(hidden))
+        out: Tensor = hidden + self.feed_forward_dropout(transformed, dropout_keys)
         return out

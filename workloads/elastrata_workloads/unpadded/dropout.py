@@ -36,10 +36,10 @@ class HiddenDropout(nn.Module):
         """
         if not self.training or self.rate == 0.0 or keys is None:
             return hidden
-        drawn = token_feature_hash(keys, self.site, hidden.shape[-1])
+        hashes = token_feature_hash(keys, self.site, hidden.shape[-1])
         # An integer comparison gives the same mask on every device and dtype.
-        kept = drawn >= int(self.rate * 2**_BITS)
-        return hidden * kept * (1.0 / (1.0 - self.rate))
+        is_kept = hashes >= int(self.rate * 2**_BITS)
+        return hidden * is_kept * (1.0 / (1.0 - self.rate))
 
 
 def layer_keys(keys: Tensor | None, layer: int) -> Tensor | None:
@@ -52,11 +52,11 @@ def token_feature_hash(keys: Tensor, site: int, num_features: int) -> Tensor:
     """Return an integer in [0, 2^24) for every token and feature, shape [T, num_features],
     int32."""
     # The hash is 32-bit: the 64-bit keys are folded first.
-    folded = (keys ^ (keys >> 32)).to(torch.int32)
-    tokens = _mix(folded ^ _mix(torch.full_like(folded, site + 1)))
+    keys_32 = (keys ^ (keys >> 32)).to(torch.int32)
+    tokens = _mix(keys_32 ^ _mix(torch.full_like(keys_32, site + 1)))
     features = _mix(torch.arange(num_features, device=keys.device, dtype=torch.int32))
-    drawn: Tensor = _mix(tokens[:, None] ^ features) & (2**_BITS - 1)
-    return drawn
+    hashes: Tensor = _mix(tokens[:, None] ^ features) & (2**_BITS - 1)
+    return hashes
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -100,8 +100,8 @@ def export(
     ids: dict[str, Any] = dict.fromkeys(special)
     path.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
-        loaded = AutoTokenizer.from_pretrained(tokenizer) if special else None
-        ids = {name: getattr(loaded, name) for name in special}
+        loaded_tokenizer = AutoTokenizer.from_pretrained(tokenizer) if special else None
+        ids = {name: getattr(loaded_tokenizer, name) for name in special}
         shutil.copytree(tokenizer, path, dirs_exist_ok=True)
     make_config: Any = getattr(transformers, config_class)
     make_config(

@@ -29,12 +29,12 @@ def terms_of(term: str, z_loss: float) -> tuple[str, ...]:
 def prediction_loss(term: str, logits: Tensor, batch: UnpaddedBatch, z_loss: float = 0.0) -> Loss:
     """Return the sum of cross-entropies, always in fp32, and the number of correct predictions."""
     with_each = batch.sources is not None
-    found = cross_entropy(logits, batch.targets, with_squares=z_loss > 0, with_each=with_each)
-    terms = {term: found.total}
-    if found.squares is not None:
-        terms["z"] = z_loss * found.squares
-    by_source = source_losses(found.each, batch.sources, batch.source_names)
-    return Loss(terms, {f"{term}_accuracy": Metric(found.num_right, per=term), **by_source})
+    entropy = cross_entropy(logits, batch.targets, with_squares=z_loss > 0, with_each=with_each)
+    terms = {term: entropy.total}
+    if entropy.squares is not None:
+        terms["z"] = z_loss * entropy.squares
+    by_source = source_losses(entropy.each, batch.sources, batch.source_names)
+    return Loss(terms, {f"{term}_accuracy": Metric(entropy.num_right, per=term), **by_source})
 
 
 # On a CPU a chunk should fit into the cache.

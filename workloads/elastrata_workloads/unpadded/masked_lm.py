@@ -145,13 +145,13 @@ def _choose_words(
     # From here, `before` counts the candidates that precede a word within its sample.
     before -= bases[word_samples]
     # Takes a word if at least half of it fits, and always the first word.
-    taken = (2 * before + sizes <= 2 * targets[word_samples]) | (before == 0)
-    before, sizes, firsts = before[taken], sizes[taken], firsts[taken]
+    is_taken = (2 * before + sizes <= 2 * targets[word_samples]) | (before == 0)
+    before, sizes, firsts = before[is_taken], sizes[is_taken], firsts[is_taken]
     within = _index_in_group(sizes)
-    chosen = np.repeat(firsts, sizes) + within
+    candidate_indices = np.repeat(firsts, sizes) + within
     # `max_predictions` is a hard limit: it may split a word.
     fits = np.repeat(before, sizes) + within < cap
-    return np.sort(candidates[chosen[fits]])
+    return np.sort(candidates[candidate_indices[fits]])
 
 
 _DROPOUT = 3

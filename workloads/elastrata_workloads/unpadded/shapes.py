@@ -51,8 +51,8 @@ def substitution(kernel: Kernel, capabilities: DeviceCapabilities, dtype: torch.
     """Return one line if `workload.attention` requests a kernel that is unavailable."""
     if kernel != "varlen" or has_varlen(capabilities.capability, dtype):
         return []
-    lacks = has_varlen(capabilities.capability, torch.bfloat16)
-    where = "fp32" if lacks else capabilities.device
+    is_fp32 = has_varlen(capabilities.capability, torch.bfloat16)
+    where = "fp32" if is_fp32 else capabilities.device
     return [
         f"workload.attention: varlen: there is none for {where}; dense instead, one call per "
         "run of samples of equal length"

@@ -72,18 +72,18 @@ class Blocks:
         """Map shape [N, H, L, ...] to [N H, C, B, ...], padded with zeros."""
         if self.is_one:
             return tokens
-        filled = F.pad(tokens, (*_no_padding(tokens), 0, self._missing))
+        padded = F.pad(tokens, (*_no_padding(tokens), 0, self._missing))
         samples, heads = tokens.shape[:2]
         shape = (samples * heads, self.count, self.window, *tokens.shape[3:])
-        return filled.reshape(shape)
+        return padded.reshape(shape)
 
     def of_keys(self, tokens: Tensor) -> Tensor:
         """Map shape [N, H, L, D] to [N H, C, S, D], a view with overlapping blocks."""
         if self.is_one:
             return tokens
         sides = (self.window, self.window + self._missing)
-        filled = F.pad(tokens, (0, 0, *sides)).flatten(0, 1)
-        return filled.unfold(1, 3 * self.window, self.window).transpose(2, 3)
+        padded = F.pad(tokens, (0, 0, *sides)).flatten(0, 1)
+        return padded.unfold(1, 3 * self.window, self.window).transpose(2, 3)
 
     def whole(self, blocks: Tensor, samples: torch.Size) -> Tensor:
         """Invert `of_queries`, for samples and heads [N, H]."""
@@ -179,12 +179,12 @@ def compiled_by_runs(
     Returns:
         The result, shape [T, H, D], and log-sum-exps for the backward pass, shape [T, H].
     """
-    found = [
+    results = [
         _forward(*qkv, causal=causal, window=window)
         for qkv in _split_runs(offsets.diff().tolist(), query, key, value)
     ]
-    return _concatenate_runs([out for out, _ in found]), _concatenate_runs(
-        [sums for _, sums in found]
+    return _concatenate_runs([out for out, _ in results]), _concatenate_runs(
+        [sums for _, sums in results]
     )
 
 
@@ -216,12 +216,12 @@ def _compiled_backward(
     causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = [
+    gradients = [
         _gradients(*run, causal=causal, window=window)
         for run in _split_runs(offsets.diff().tolist(), gradient, query, key, value, out, sums)
     ]
     of_query, of_key, of_value = (
-        _concatenate_runs(list(parts)) for parts in zip(*found, strict=True)
+        _concatenate_runs(list(parts)) for parts in zip(*gradients, strict=True)
     )
     return of_query, of_key, of_value
 
@@ -254,8 +254,8 @@ def _gradients(
         False,
         attn_mask=_as_four_dims(blocks.mask(query)),
     )
-    whole = blocks.whole(of_query, samples)
-    return whole, blocks.added_up(of_key, samples), blocks.added_up(of_value, samples)
+    query_gradient = blocks.whole(of_query, samples)
+    return query_gradient, blocks.added_up(of_key, samples), blocks.added_up(of_value, samples)
 
 
 def _as_four_dims(mask: Tensor) -> Tensor:
