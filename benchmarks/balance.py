@@ -1,12 +1,12 @@
-"""Balance and padding of dealt batches at many world sizes, beside random dealing.
+"""Balance and padding of dealt batches at many world sizes, compared with random dealing.
 
     python benchmarks/balance.py ../shared/data
 
-The folder holds `wikipedia_lengths_512.json` (lengths of BERT's Wikipedia samples, Krell et al.)
-and `wikitext/train.txt`, which is prepared here with a WordPiece tokenizer of its own, cut at 512:
-as articles, nearly all of which fill samples to the last token, and as paragraphs.
-Work of a row of s tokens: 24 h^2 s + 4 h s^2 with h = 1024, one layer's FLOPs. Every micro-batch
-has at most 8,192 tokens. Writes benchmarks/results/balance.json.
+The folder contains `wikipedia_lengths_512.json` (lengths of BERT's Wikipedia samples, Krell et al.)
+and `wikitext/train.txt`. The text is prepared here with a new WordPiece tokenizer and cut at 512
+tokens, as articles, nearly all of which fill samples to the last token, and as paragraphs. The work
+of a row of s tokens is 24 h^2 s + 4 h s^2 with h = 1024, one layer's FLOPs. Every micro-batch has
+at most 8,192 tokens. Writes benchmarks/results/balance.json.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from elastrata_pipelines.order import Order
 from elastrata_pipelines.preparation import PrepareConfig, prepare
 from elastrata_pipelines.storage import Storage
 
+# Not only powers of two: an elastic group may have any size.
 WORKERS = (3, 8, 64, 777, 1024)
 SAMPLES_EACH = (4, 8, 16)
 STEPS = 50
@@ -41,7 +42,7 @@ Batches = Callable[[int], Iterator[Ints]]
 
 
 def wikitext_batches(text: Path, **documents: str) -> Batches:
-    """Batches of the order of a data set prepared from WikiText."""
+    """Return batches in the order of a data set prepared from WikiText."""
     config = PrepareConfig.model_validate(
         {
             "sources": [{"paths": [str(text)], **documents}],
@@ -63,24 +64,25 @@ def _ordered(manifest: Manifest, lengths: np.ndarray) -> Batches:
 
 
 def wikipedia_batches(counts: Path) -> Batches:
-    """Batches drawn from the length histogram of Wikipedia."""
+    """Return batches of random lengths from the length histogram of Wikipedia."""
     histogram = read_histogram(str(counts))
     return lambda batch_size: drawn_batches(histogram, batch_size=batch_size, steps=STEPS)
 
 
 def measure(name: str, batches: Batches) -> Iterator[dict[str, Any]]:
     for workers in WORKERS:
-        for each in SAMPLES_EACH:
+        # Fewer samples per worker are harder to balance.
+        for samples_per_worker in SAMPLES_EACH:
             balance = measure_balance(
-                batches(workers * each),
+                batches(workers * samples_per_worker),
                 workers=workers,
                 tokens_per_micro_batch=TOKENS_PER_MICRO_BATCH,
                 work=WORK,
             )
             values = {key: round(value, 5) for key, value in asdict(balance).items()}
-            row = {"data": name, "workers": workers, "samples_each": each, **values}
+            row = {"data": name, "workers": workers, "samples_each": samples_per_worker, **values}
             print(
-                f"{name:>10} {workers:5d} x {each:2d}: max/mean "
+                f"{name:>10} {workers:5d} x {samples_per_worker:2d}: max/mean "
                 f"{row['imbalance_max_over_mean']:.4f} (possible {row['imbalance_least']:.4f}, "
                 f"worst step {row['imbalance_worst']:.4f}), random {row['imbalance_random']:.3f}"
             )

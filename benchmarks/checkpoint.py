@@ -2,9 +2,10 @@
 
     python benchmarks/checkpoint.py
 
-Two ranks (gloo) hold one sharded state of some 200 MB on the local disk. Each round saves it once
-through `DurableSaver`, while the ranks go on with matrix products as a training would, and once
-with DCP's own synchronous `save`; medians over the rounds. Writes `results/checkpoint.json`.
+Two ranks (gloo) hold one sharded state of about 200 MB, on the local disk. Each round saves it once
+with `DurableSaver`, while the ranks compute matrix products in place of training steps, and once
+with DCP's synchronous `save`. The figures are medians over the rounds. Writes
+`results/checkpoint.json`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ WORK = 256
 def training() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
     for block in model:
+        # As the engine shards: every block, then the rest of the model.
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    # A step of AdamW creates the optimizer state that is saved.
     model(torch.ones(1, WIDTH)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -46,19 +49,20 @@ def training() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def products_per_second(saver: DurableSaver | None, seconds: float) -> float:
-    """Matrix products per second, until the save in flight has ended or for some seconds."""
+    """Return the matrix products per second, during the current save or for some seconds."""
     matrix = torch.ones(WORK, WORK)
-    started, done = time.perf_counter(), 0
+    started, num_products = time.perf_counter(), 0
     while saver.saving if saver else time.perf_counter() - started < seconds:
         matrix @ matrix
-        done += 1
-    return done / (time.perf_counter() - started)
+        num_products += 1
+    return num_products / (time.perf_counter() - started)
 
 
 def one_round(
     storage: Storage, saver: DurableSaver, step: int, state: dict[str, Any]
 ) -> dict[str, float]:
     dist.barrier()
+    # Measured in every round, as the load of the machine changes.
     idle = products_per_second(None, 1.0)
     dist.barrier()
     started = time.perf_counter()
@@ -67,6 +71,7 @@ def one_round(
     written = time.perf_counter() - started
     with tempfile.TemporaryDirectory(dir=storage.path()) as folder:
         folders: list[Any] = [folder]
+        # All ranks must save to the same folder.
         dist.broadcast_object_list(folders, src=0)
         dist.barrier()
         started = time.perf_counter()
@@ -82,21 +87,26 @@ def one_round(
 
 
 def measure(rank: int, folder: str, rounds: int) -> dict[str, Any]:
-    """The rounds as this rank saw them, the first one apart, and the seconds of loading."""
+    """Return this rank's rounds, with the first one separate, and the seconds of loading."""
     warnings.simplefilter("ignore")
     storage = Storage(f"{folder}/checkpoints")
     Path(storage.path()).mkdir(exist_ok=True)
     model, optimizer = training()
     saver = DurableSaver(storage, keep_last=1, keep_best=False, warn=print)
     state = training_state(model, optimizer)
-    measured = [one_round(storage, saver, step, state) for step in range(rounds + 1)]
+    measured_rounds = [one_round(storage, saver, step, state) for step in range(rounds + 1)]
     saver.close()
     (commit,) = commits(storage)
     dist.barrier()
     started = time.perf_counter()
     restore(storage, commit, model, optimizer)
-    loaded = time.perf_counter() - started
-    return {"first": measured[0], "rounds": measured[1:], "loaded_after_s": loaded}
+    seconds_to_load = time.perf_counter() - started
+    # The first save is slower than the others, so it is reported separately.
+    return {
+        "first": measured_rounds[0],
+        "rounds": measured_rounds[1:],
+        "loaded_after_s": seconds_to_load,
+    }
 
 
 def summary(folder: str, result: dict[str, Any]) -> dict[str, float]:
@@ -104,6 +114,7 @@ def summary(folder: str, result: dict[str, Any]) -> dict[str, float]:
     (commit,) = commits(storage)
     megabytes = sum(record.size for record in commit.files.values()) / 1e6
     started = time.perf_counter()
+    # Verifies the checksums of all files.
     assert not problems(storage, commit)
     verified = time.perf_counter() - started
     median = medians(result["rounds"])

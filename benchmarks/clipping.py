@@ -1,17 +1,19 @@
-"""Clipping by bucket: where it runs, what it costs, what it learns.
+"""Clipping by bucket: its schedule, its cost, and its effect on the loss.
 
     python benchmarks/clipping.py ../shared/data/wikitext
 
-On two gloo ranks, or one NCCL rank per GPU where there are GPUs, with BERT-tiny on paragraphs of
-WikiText and definitions of Python's library:
+On two gloo ranks, or on one NCCL rank per GPU if there are GPUs, with BERT-tiny on WikiText's
+paragraphs and definitions of Python's library:
 
-order: one step profiled; the reductions and clippings in the order in which they start, in
-milliseconds since the backward pass began. FSDP2 waits for each collective of gloo, so on a CPU
-nothing overlaps: this shows that clipping lies inside the backward pass, between the reductions.
-That time is hidden shows on several GPUs only.
-seconds: a step with each way of clipping, side by side: in every round each way has its turn.
-clip_seconds: of a step, by a profiler: in the clipping of buckets, and after the backward pass.
-losses: a run with each way and seed over the same batches; with the first seed at one rank, too.
+- order: the reductions and clippings of one profiled step, in the order in which they start, in
+  milliseconds since the start of the backward pass. FSDP2 waits for each gloo collective, so
+  nothing overlaps on a CPU: this shows only that clipping runs within the backward pass, between
+  the reductions. Only several GPUs show that its time is hidden.
+- seconds: a step with each clipping method; the methods take turns in every round.
+- clip_seconds: the profiled seconds per step in the clipping of buckets, and after the backward
+  pass.
+- losses: a run with each method and seed over the same batches; with the first seed also at one
+  rank.
 
 Writes benchmarks/results/clipping.json and clipping-loss.png.
 """
@@ -67,14 +69,14 @@ WARM_UP_STEPS, STEPS_PER_TURN, LAST_STEPS, CURVE_POINTS = 5, 10, 50, 50
 PROFILED_STEPS, REFERENCE = 5, "global_norm"
 COLORS = {"none": "tab:gray", REFERENCE: "tab:blue", "reduced": "tab:orange", "local": "tab:red"}
 AFTER = "clip.after_backward"
-"""The name in a profile of what is left to do after the backward pass."""
+"""Name in profiles of the work that remains after the backward pass."""
 NODE = "autograd::engine::evaluate_function"
 EVENTS = {
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
     RANGE: "clip",
 }
-"""By their names in a profile."""
+"""Kinds of events, by their names in a profile."""
 
 Run = Sequence[tuple[float, float]]
 """Loss and gradient norm of every step."""
@@ -96,12 +98,13 @@ def recipe_with(arguments: argparse.Namespace, way: str, seed: int = 0) -> Recip
 
 
 def steps_of(recipe: Recipe, rank: int, ranks: int) -> Iterator[RankStep]:
-    """This rank's part of every step."""
+    """Yield this rank's part of every step."""
     batches = training_data(recipe).train
     for group in batches.groups(
         Start(), steps=recipe.steps, batch_size=recipe.batch_size, max_tokens=2**16
     ):
         payloads = batches.payloads(group, ranks)
+        # Payloads come in the order of ranks.
         for payload in islice(payloads, rank, rank + 1):
             yield from decode(payload, batches.manifest.token_dtype)
 
@@ -137,7 +140,7 @@ class Ranged:
 
 
 class Steps:
-    """One step again and again, with one way of clipping."""
+    """Repeats one step with one clipping method."""
 
     def __init__(self, recipe: Recipe, device: torch.device, rank: int, ranks: int) -> None:
         vocabulary = training_data(recipe).train.manifest.vocabulary
@@ -147,6 +150,7 @@ class Steps:
             for rows in part.micro_batches
         ]
         weight = torch.tensor(sum(batch.weights["mlm"] for batch in self._batches), device=device)
+        # Loss weights count the predictions of all ranks.
         dist.all_reduce(weight)
         self._weights = {"mlm": float(weight)}
         model = model_of(recipe, device, ranks)
@@ -156,10 +160,11 @@ class Steps:
         self._clip = Ranged(build_clip(recipe.clip, model))
 
     def take(self, steps: int) -> list[float]:
-        """The seconds of each of some steps."""
+        """Run some steps and return the seconds of each."""
         seconds = []
         for _ in range(steps):
             dist.barrier()
+            # After a barrier, so that no rank's time includes waiting for a late one.
             started = time.perf_counter()
             train_step(
                 self._forward_backward,
@@ -175,48 +180,55 @@ class Steps:
 
 
 def profiled_order(steps: Steps) -> dict[str, Any]:
-    """Where the reductions and the clippings of one step lie, on this rank's host."""
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    """Return the times of reductions and clippings in one step, on this rank's host."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
         steps.take(1)
-    nodes = [event.time_range for event in found.events() if event.name.startswith(NODE)]
-    began, ended = min(node.start for node in nodes), max(node.end for node in nodes)
+    nodes = [event.time_range for event in profiled.events() if event.name.startswith(NODE)]
+    backward_start, backward_end = (
+        min(node.start for node in nodes),
+        max(node.end for node in nodes),
+    )
     events = sorted(
         (event.time_range.start, event.time_range.end, EVENTS[event.name])
-        for event in found.events()
-        if event.name in EVENTS and event.time_range.start >= began
+        for event in profiled.events()
+        if event.name in EVENTS and event.time_range.start >= backward_start
     )
     clips = [start for start, _, what in events if what == "clip"]
     last_reduction = max((s for s, _, what in events if what == "reduce_scatter"), default=0)
     return {
         "clips": len(clips),
-        "clips_before_the_last_gradient": sum(start < ended for start in clips),
+        "clips_before_the_last_gradient": sum(start < backward_end for start in clips),
         "clips_before_the_last_reduction": sum(start < last_reduction for start in clips),
-        "gradients_end_ms": round((ended - began) / 1000, 3),
+        "gradients_end_ms": round((backward_end - backward_start) / 1000, 3),
         "events_start_end_ms": [
-            [what, round((start - began) / 1000, 3), round((end - began) / 1000, 3)]
+            [
+                what,
+                round((start - backward_start) / 1000, 3),
+                round((end - backward_start) / 1000, 3),
+            ]
             for start, end, what in events
         ],
     }
 
 
 def clip_seconds(steps: Steps) -> dict[str, float]:
-    """The seconds of clipping in a step, mean over some, on this rank's host."""
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    """Return the seconds of clipping per step, a mean over several steps, on this rank's host."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
         steps.take(PROFILED_STEPS)
-    spent = {RANGE: 0.0, AFTER: 0.0}
-    for event in found.events():
-        if event.name in spent:
-            spent[event.name] += event.time_range.elapsed_us() / 1e6 / PROFILED_STEPS
+    seconds_by_range = {RANGE: 0.0, AFTER: 0.0}
+    for event in profiled.events():
+        if event.name in seconds_by_range:
+            seconds_by_range[event.name] += event.time_range.elapsed_us() / 1e6 / PROFILED_STEPS
     return {
-        "in_buckets": round(spent[RANGE], 6),
-        "after_the_backward_pass": round(spent[AFTER], 6),
+        "in_buckets": round(seconds_by_range[RANGE], 6),
+        "after_the_backward_pass": round(seconds_by_range[AFTER], 6),
     }
 
 
 def measure_steps(
     arguments: argparse.Namespace, device: torch.device, rank: int, ranks: int
 ) -> dict[str, Any]:
-    """Order and seconds, from steps that take turns."""
+    """Measure order and seconds; the methods take turns."""
     steps = {way: Steps(recipe_with(arguments, way), device, rank, ranks) for way in WAYS}
     for turn in steps.values():
         turn.take(WARM_UP_STEPS)
@@ -228,6 +240,7 @@ def measure_steps(
         "order": {way: profiled_order(steps[way]) for way in WAYS},
         "clip_seconds": {way: clip_seconds(steps[way]) for way in WAYS},
         "seconds": medians(rounds, 5),
+        # Ratios within a round: the load of the machine cancels out.
         "over_none": medians([{w: r[w] / r["none"] for w in WAYS} for r in rounds], 4),
     }
 
@@ -235,8 +248,12 @@ def measure_steps(
 def measure_losses(
     arguments: argparse.Namespace, device: torch.device, rank: int, ranks: int
 ) -> dict[str, Run]:
-    """Loss and gradient norm of every step of every run; of one rank, with the first seed only."""
+    """Return loss and gradient norm of every step of every run.
+
+    With a single rank, only for the first seed.
+    """
     runs = {}
+    # A single rank only serves to compare the first seed.
     for seed in range(arguments.seeds if ranks > 1 else 1):
         for way in WAYS:
             recipe = recipe_with(arguments, way, seed)
@@ -271,20 +288,20 @@ def on_rank(
 
 
 def measured_on(ranks: int, measurement: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The figures of rank 0."""
+    """Return the figures of rank 0."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     first, *_ = on_ranks(ranks, on_rank, measurement, ranks, arguments, backend=backend)
-    found: dict[str, Any] = first
-    return found
+    figures: dict[str, Any] = first
+    return figures
 
 
 def compare(alone: Mapping[str, Run], several: Mapping[str, Run]) -> dict[str, Any]:
-    """The runs at all ranks, beside those of them that there are at one."""
+    """Return the figures of the runs at all ranks, compared with those at one rank."""
     return {name: summary(run, alone.get(name)) for name, run in several.items()}
 
 
 def summary(run: Run, alone: Run | None) -> dict[str, Any]:
-    """The figures of one run."""
+    """Return the figures of one run."""
     losses, norms = (list(values) for values in zip(*run, strict=True))
     figures = {
         "last_loss": round(statistics.fmean(losses[-LAST_STEPS:]), 4),
@@ -303,12 +320,13 @@ def summary(run: Run, alone: Run | None) -> dict[str, Any]:
 
 
 def span_means(losses: Sequence[float]) -> list[float]:
-    """Over equal spans of steps."""
+    """Return the mean losses over equal spans of steps."""
     return [float(part.mean()) for part in np.array_split(np.array(losses), CURVE_POINTS)]
 
 
 def draw(runs: Mapping[str, Run], path: Path) -> None:
-    """The losses of all runs, and below how far they are from `global_norm` with the same seed."""
+    """Draw the losses of all runs, and below their differences from `global_norm` with the same
+    seed."""
     figure = picture(8, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     curves = {name: np.array(span_means([loss for loss, _ in run])) for name, run in runs.items()}
@@ -335,14 +353,14 @@ def main() -> None:
     ranks = torch.cuda.device_count() or 2
     with tempfile.TemporaryDirectory() as scratch:
         arguments.data = prepare_natural_lengths(arguments.wikitext, Path(scratch) / "data")
-        measured = measured_on(ranks, "steps", arguments)
-        alone, several = (measured_on(n, "losses", arguments) for n in (1, ranks))
-    draw(several, RESULTS / "clipping-loss.png")
+        step_figures = measured_on(ranks, "steps", arguments)
+        runs_alone, runs_on_all = (measured_on(n, "losses", arguments) for n in (1, ranks))
+    draw(runs_on_all, RESULTS / "clipping-loss.png")
     figures = {
         "ranks": ranks,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        **measured,
-        "losses": compare(alone, several),
+        **step_figures,
+        "losses": compare(runs_alone, runs_on_all),
     }
     write_result("clipping", figures, ("elastrata", "torch"))
 

@@ -2,12 +2,12 @@
 
     python benchmarks/data_loaders.py write|check|measure LOADER VARIANT CORPUS FOLDER
 
-The process writes, checks or measures one loader and prints one JSON object as its last line. The
-library of a loader is imported by its function alone, as few machines have all of them.
+The process writes, checks or measures one loader and prints one JSON object as its last line.
 """
 
 from __future__ import annotations
 
+# Only a loader's function imports its library, as few environments have all of them.
 import json
 import sys
 import threading
@@ -25,17 +25,17 @@ from unittest.mock import patch
 import numpy as np
 
 Batch = tuple[np.ndarray, np.ndarray]
-"""The tokens of the batch's samples end to end, and the samples' lengths. Nothing is padded."""
+"""The concatenated tokens of the batch's samples, without padding, and the samples' lengths."""
 BATCH_SIZE = 32
 WORKERS = 2
 SHUFFLE_BUFFER = 8192
-"""Samples shuffled together where a loader has a buffer: as many as in a window of Elastrata's."""
+"""Samples in a loader's shuffle buffer, if it has one: as many as in a window of Elastrata's."""
 
 Sample = TypeVar("Sample")
 
 
 class Samples:
-    """The samples of a corpus by number, uncopied."""
+    """The samples of a corpus by index, without copies."""
 
     def __init__(self, folder: Path) -> None:
         self.offsets = np.load(folder / "offsets.npy")
@@ -50,12 +50,12 @@ class Samples:
 
 
 def collate(samples: Sequence[np.ndarray]) -> Batch:
-    """A batch of samples."""
+    """Return a batch of samples."""
     return np.concatenate(samples), np.fromiter(map(len, samples), np.int64, len(samples))
 
 
 def collate_bytes(samples: Sequence[bytes]) -> Batch:
-    """A batch of samples stored as raw bytes."""
+    """Return a batch of samples that are stored as raw bytes."""
     lengths = np.fromiter(map(len, samples), np.int64, len(samples)) // 2
     return np.frombuffer(b"".join(samples), np.uint16), lengths
 
@@ -63,7 +63,7 @@ def collate_bytes(samples: Sequence[bytes]) -> Batch:
 def batched(
     samples: Iterable[Sample], collated: Callable[[Sequence[Sample]], Batch]
 ) -> Iterator[Batch]:
-    """Batches of consecutive samples; the last one may be short."""
+    """Yield batches of consecutive samples; the last one may be smaller."""
     iterator = chain(samples)  # ends once for all: litData's own starts anew when asked again
     while batch := list(islice(iterator, BATCH_SIZE)):
         yield collated(batch)
@@ -74,18 +74,19 @@ Epochs = Iterator[Iterator[Batch]]
 
 @dataclass(frozen=True)
 class Loader:
-    """How a library reads the corpus."""
+    """A library's way to read the corpus."""
 
     variants: Mapping[str, Callable[[Path], Epochs]]
-    """By name, a function from the folder of its format to its epochs, each of shuffled batches."""
+    """Functions, by name, from the folder of the library's format to its epochs of shuffled
+    batches."""
     write: Callable[[Samples, Path], None] | None
-    """Writes the corpus in a format of its own."""
+    """Writes the corpus in the library's format; None if it reads an existing one."""
     sessions: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    """By variant, what it needs around it, and a training run has anyway."""
+    """Context managers, by variant, that a training run would have anyway."""
 
 
 def _elastrata() -> Loader:
-    """Elastrata: through Ray Data as a training run gets it, and in process without Ray."""
+    """Elastrata: through Ray Data as in a training run, and in process without Ray."""
     from elastrata.driver.ray_session import ray_session
     from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Start
     from elastrata_pipelines.deal import WorkModel
@@ -98,7 +99,7 @@ def _elastrata() -> Loader:
     from elastrata_pipelines.stream import RankStream, dealt, descriptors
 
     epochs_streamed = 64
-    """Length of the run that is streamed: more than any measurement lasts."""
+    """Length of the streamed run, longer than any measurement."""
 
     def through_ray(folder: Path) -> Iterator[Iterator[Batch]]:
         batches = _batches(folder)
@@ -108,11 +109,12 @@ def _elastrata() -> Loader:
 
     @contextmanager
     def ray_until_streams_end() -> Iterator[None]:
-        """A Ray that outlives the threads of the streams: they must not call one that is gone."""
+        """Keep Ray running until the threads of the streams have ended."""
         with ray_session("local"):
-            others = set(threading.enumerate())
+            # A thread that calls Ray after its shutdown would fail.
+            earlier_threads = set(threading.enumerate())
             yield
-            for thread in set(threading.enumerate()) - others:
+            for thread in set(threading.enumerate()) - earlier_threads:
                 thread.join(timeout=2)  # Ray may leave one parked for ever, which calls nothing
 
     def in_process(folder: Path) -> Iterator[Iterator[Batch]]:
@@ -148,12 +150,12 @@ def _elastrata() -> Loader:
         return epochs_streamed * batches.manifest.samples // BATCH_SIZE
 
     def _epochs(steps: Iterable[RankStep], num_samples: int) -> Iterator[Iterator[Batch]]:
-        """Cuts the stream, in which epochs follow each other without a gap, where they end."""
+        """Split the stream, in which epochs follow each other without a gap, into epochs."""
         by_epoch = groupby(_parts(steps, num_samples), key=itemgetter(0))
         return (map(itemgetter(1), parts) for _, parts in by_epoch)
 
     def _parts(steps: Iterable[RankStep], num_samples: int) -> Iterator[tuple[int, Batch]]:
-        """Epoch and batch; a step that lies in two epochs gives each its part."""
+        """Yield epoch and batch; a step across two epochs is split into both parts."""
         for step in steps:
             first, last = (
                 position // num_samples
@@ -174,14 +176,16 @@ def _elastrata() -> Loader:
 
 
 def _grain() -> Loader:
-    """grain: ArrayRecord files, shuffled globally, without and with threads and processes."""
+    """grain: ArrayRecord files, shuffled globally, with and without threads and processes."""
     import grain
     from array_record.python.array_record_module import ArrayRecordWriter
 
     def write(samples: Samples, folder: Path) -> None:
         folder.mkdir()
         writer = ArrayRecordWriter(
-            str(folder / "samples.array_record"), "group_size:1,uncompressed"
+            # One sample per group: random access then reads nothing else.
+            str(folder / "samples.array_record"),
+            "group_size:1,uncompressed",
         )
         for number in range(len(samples)):
             writer.write(samples[number].tobytes())
@@ -216,7 +220,7 @@ def _grain() -> Loader:
 
 
 def _huggingface() -> Loader:
-    """Hugging Face datasets, map style: shuffled by indices, read as Arrow, a batch at a time."""
+    """Hugging Face datasets, map style: shuffled by indices, read as Arrow, batch by batch."""
     import datasets
     import pyarrow as pa
     from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -243,6 +247,8 @@ def _huggingface() -> Loader:
         batches = BatchSampler(SequentialSampler(data), BATCH_SIZE, drop_last=False)
         return DataLoader(
             data.with_format("arrow"),
+            # The sampler yields the indices of a whole batch, so that a batch is one read from
+            # Arrow.
             sampler=batches,
             batch_size=None,
             collate_fn=_flat,
@@ -260,11 +266,11 @@ def _huggingface() -> Loader:
 
 
 def _litdata() -> Loader:
-    """litData: optimized chunks, shuffled, alone and with torch's worker processes."""
+    """litData: optimized chunks, shuffled, with and without torch's worker processes."""
     from litdata import StreamingDataLoader, StreamingDataset, optimize
 
     class _Reader:
-        """What `optimize` calls for each sample, in its own process."""
+        """Function that `optimize` calls for each sample, in another process."""
 
         def __init__(self, samples: Samples) -> None:
             self._samples = samples
@@ -305,7 +311,7 @@ def _litdata() -> Loader:
 
 
 def _memmap() -> Loader:
-    """Plain NumPy: a memory map of all tokens, a permutation of the samples an epoch."""
+    """Plain NumPy: a memory map of all tokens, and a permutation of the samples per epoch."""
 
     def epochs(folder: Path) -> Iterator[Iterator[Batch]]:
         samples = Samples(folder)
@@ -313,6 +319,7 @@ def _memmap() -> Loader:
 
     def _epoch(samples: Samples, seed: int) -> Iterator[Batch]:
         order = np.random.default_rng(seed).permutation(len(samples))
+        # Looked up for the whole epoch: an access to the arrays per sample would be slower.
         starts, ends, tokens = samples.offsets[order], samples.offsets[order + 1], samples.tokens
         cuts = [*range(0, len(order), BATCH_SIZE), len(order)]
         for begin, end in pairwise(cuts):
@@ -325,9 +332,9 @@ def _memmap() -> Loader:
 
 
 def _mosaicml_streaming() -> Loader:
-    """MosaicML Streaming: MDS shards, shuffled, alone and with torch's worker processes."""
-    # Streaming imports torchvision, and that of PyPI fails at this call beside a CPU build of
-    # torch. Nothing of it is used here.
+    """MosaicML Streaming: MDS shards, shuffled, with and without torch's worker processes."""
+    # Streaming imports torchvision, whose PyPI build fails at this call with a CPU build of torch.
+    # Nothing of torchvision is used here.
     with patch("torch.library.register_fake", lambda *_, **__: lambda function: function):
         from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 
@@ -361,7 +368,7 @@ def _mosaicml_streaming() -> Loader:
 
 
 def _webdataset() -> Loader:
-    """webdataset: tar shards, shuffled by shard and buffer, alone and with worker processes."""
+    """webdataset: tar shards, shuffled by shard and buffer, with and without worker processes."""
     import webdataset
 
     shard_bytes = 32 * 2**20
@@ -392,6 +399,7 @@ def _webdataset() -> Loader:
         shards = sorted(map(str, folder.glob("*.tar")))
         data = webdataset.WebDataset(shards, shardshuffle=len(shards)).shuffle(SHUFFLE_BUFFER)
         samples = data.map(itemgetter("tokens"))
+        # `partial` keeps the last, smaller batch: every sample must be delivered.
         return samples.batched(BATCH_SIZE, collation_fn=collate_bytes, partial=True)
 
     def _as_it_is(batch: Batch) -> Batch:
@@ -415,25 +423,28 @@ SECONDS = 5.0
 
 
 def check(epochs: Epochs) -> dict[str, int]:
-    """One epoch, whole: what must be equal for all loaders, whatever their order."""
+    """Read one epoch; return its samples, tokens and checksum, which all loaders must agree on."""
     samples = tokens = checksum = 0
     for values, lengths in next(epochs):
         samples, tokens = samples + len(lengths), tokens + len(values)
         for sample in np.split(values, np.cumsum(lengths)[:-1]):
+            # A sum, because the loaders' orders differ.
             checksum = (checksum + zlib.crc32(sample.tobytes())) % 2**64
     return {"samples": samples, "tokens": tokens, "checksum": checksum}
 
 
 def measure(epochs: Epochs, begun: float) -> dict[str, float]:
-    """Tokens per second after a warm-up, epoch after epoch, and seconds to the first batch.
+    """Return tokens per second after a warm-up, over several epochs, and seconds to the first
+    batch.
 
-    The change from one epoch to the next is not counted. Every token is read.
+    The transition from one epoch to the next does not count. Every token is read.
     """
     first: float | None = None
     tokens, seconds, total = 0, 0.0, 0
     for epoch in epochs:
         last: float | None = None
         for values, _ in epoch:
+            # Reads every token: some loaders return memory maps, which read nothing by themselves.
             total += int(values.sum(dtype=np.uint64))
             now = time.perf_counter()
             first = first or now
@@ -451,23 +462,26 @@ def measure(epochs: Epochs, begun: float) -> dict[str, float]:
 
 def main() -> None:
     action, loader, variant, corpus, folder = sys.argv[1:]
-    begun = time.perf_counter()
-    found = LOADERS[loader]()
-    imported = time.perf_counter()
+    start_time = time.perf_counter()
+    library_loader = LOADERS[loader]()
+    import_time = time.perf_counter()
     if action == "write":
-        assert found.write
-        found.write(Samples(Path(corpus)), Path(folder))
+        assert library_loader.write
+        library_loader.write(Samples(Path(corpus)), Path(folder))
         return
-    with found.sessions.get(variant, nullcontext)():
-        ready = time.perf_counter()
-        loader = found.variants[variant]
+    with library_loader.sessions.get(variant, nullcontext)():
+        ready_time = time.perf_counter()
+        loader = library_loader.variants[variant]
         # No name keeps the epochs: they must end before the session does.
         result: dict[str, Any] = (
             check(loader(Path(folder)))
             if action == "check"
-            else measure(loader(Path(folder)), ready)
+            else measure(loader(Path(folder)), ready_time)
         )
-    result |= {"seconds_to_import": imported - begun, "seconds_to_start_ray": ready - imported}
+    result |= {
+        "seconds_to_import": import_time - start_time,
+        "seconds_to_start_ray": ready_time - import_time,
+    }
     print(json.dumps(result), flush=True)
 
 

@@ -5,14 +5,14 @@
     python benchmarks/data_loading.py ../shared/data --python ../rivals/bin/python
 
 The corpus is WikiText and the .py files of this Python's standard library and site-packages,
-prepared with a BPE of 8,192 words into samples of up to 512 tokens at their natural lengths. Every
-loader gets the same samples in its own format, and must deliver all of them in an epoch: number of
-samples, of tokens and a checksum are compared. Then each is measured in a process of its own, turn
-by turn, and medians count: tokens per second of batches of 32 samples, uint16, end to end without
-padding, each token read once by the consumer; and the seconds from opening the data to the first
-batch, imports and the start of Ray not counted. Everything is in the page cache.
+prepared with a BPE vocabulary of 8,192 into samples of up to 512 tokens at their natural lengths.
+Every loader gets the same samples in its format and must deliver all of them in an epoch: number of
+samples, number of tokens and a checksum are compared. Then the loaders are measured by turns, each
+in a new process; medians count. Measured are the tokens per second of batches of 32 concatenated
+samples, uint16, without padding, each token read once by the consumer; and the seconds from opening
+the data to the first batch, without imports and the start of Ray. All data is in the page cache.
 
-`--scratch DIR` keeps the corpus and its formats for the next time.
+`--scratch DIR` keeps the corpus and its formats for the next call.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from elastrata_pipelines.storage import Storage
 
 MEGABYTES = 280
 ROUNDS = 3
+# 1-minute load average.
 QUIET_LOAD = 1.0
 FORMATS = ("memmap", "mosaicml_streaming", "litdata", "grain", "huggingface", "webdataset")
 LOADERS = (
@@ -62,33 +63,34 @@ Loader = tuple[str, str]
 
 @dataclass(frozen=True)
 class Bench:
-    """Where the formats lie and which Python reads which."""
+    """Location of the formats, and the Python that reads each."""
 
     scratch: Path
     rivals: Path
-    """The Python that has the rivals."""
+    """Python of the environment with the rivals."""
 
     def write_formats(self) -> None:
-        """Writes what is not there yet."""
+        """Write the formats that are missing."""
         for name in FORMATS[1:]:
             if not (self.scratch / name).exists():
                 self.run("write", (name, ""))
 
     def run(self, action: str, loader: Loader) -> dict[str, Any]:
-        """Runs data_loaders.py in a new process and returns what it prints."""
+        """Run data_loaders.py in a new process and return its output."""
         name, variant = loader
+        # The rivals' packages conflict with ours, so they have another environment.
         python = sys.executable if name in ("elastrata", "memmap") else str(self.rivals)
         script = Path(__file__).with_name("data_loaders.py")
-        found: dict[str, Any] | None = last_line(
+        result: dict[str, Any] | None = last_line(
             [python, script, action, name, variant, self.scratch / "memmap", self.scratch / name],
             HF_HUB_OFFLINE="1",
             TOKENIZERS_PARALLELISM="false",
         )
-        return found or {}
+        return result or {}
 
 
 def prepare_corpus(data: Path, megabytes: int, scratch: Path) -> None:
-    """Writes Elastrata's data set, and its samples as plain arrays for everybody else."""
+    """Prepare Elastrata's data set, and its samples as plain arrays for all other loaders."""
     if (scratch / "memmap").exists():
         return
     corpus = scratch / "corpus.jsonl"
@@ -117,23 +119,24 @@ def write_arrays(data_set: Path, folder: Path) -> None:
 
 
 def check(bench: Bench) -> dict[str, int]:
-    """Reads everything once with every loader.
+    """Read all samples once with every loader; return their numbers and checksum.
 
     Raises:
-        RuntimeError: one delivers other samples than the rest.
+        RuntimeError: a loader delivers other samples than the memory map.
     """
     keys = ("samples", "tokens", "checksum")
-    found = {loader: bench.run("check", loader) for loader in LOADERS}
-    totals = {loader: {key: result[key] for key in keys} for loader, result in found.items()}
+    results = {loader: bench.run("check", loader) for loader in LOADERS}
+    totals = {loader: {key: result[key] for key in keys} for loader, result in results.items()}
+    # The plainest loader is the reference.
     expected = totals["memmap", "in process"]
-    others = {loader: total for loader, total in totals.items() if total != expected}
-    if others:
-        raise RuntimeError(f"not the same samples: {others}, expected {expected}")
+    deviating = {loader: total for loader, total in totals.items() if total != expected}
+    if deviating:
+        raise RuntimeError(f"not the same samples: {deviating}, expected {expected}")
     return expected
 
 
 def wait_for_quiet(minutes: float) -> float:
-    """Waits until the machine has little else to do, at most so long, and returns the load."""
+    """Wait until the machine is nearly idle, for a limited time; return the load."""
     deadline = time.monotonic() + 60 * minutes
     while (load := os.getloadavg()[0]) > QUIET_LOAD and time.monotonic() < deadline:
         time.sleep(15)
@@ -141,15 +144,15 @@ def wait_for_quiet(minutes: float) -> float:
 
 
 def measure(bench: Bench, rounds: int) -> dict[Loader, list[dict[str, float]]]:
-    """All loaders, turn by turn."""
-    found: dict[Loader, list[dict[str, float]]] = {loader: [] for loader in LOADERS}
+    """Measure all loaders by turns."""
+    results: dict[Loader, list[dict[str, float]]] = {loader: [] for loader in LOADERS}
     for number in range(rounds):
         for loader in LOADERS:
             result = bench.run("measure", loader)
-            found[loader].append(result)
+            results[loader].append(result)
             rate = result["tokens_per_second"] / 1e6
             print(f"{number} {', '.join(loader)}: {rate:.1f} M tokens/s", flush=True)
-    return found
+    return results
 
 
 def row(loader: Loader, results: list[dict[str, float]]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Equal losses at any size and through faults: real text, 1 to 4 workers, and a run disturbed.
+"""Equal losses at any size and through faults: 1 to 4 workers, and a run with faults.
 
     PYTHONPATH=tests python benchmarks/elasticity.py ../shared/data/wikitext
 
-Trains a small BERT in fp32 on WikiText with 1, 2, 3 and 4 workers, and once more on a cluster of
-several nodes while every kind of fault of `make chaos` happens to it, and its driver is interrupted
-and started again. Compares every step with that of the run of one worker. Then all of it again with
-`parallel.virtual_ranks`, whose price is the ratio of the median seconds of a step. Writes
+Trains a small BERT in fp32 on WikiText with 1, 2, 3 and 4 workers. Trains it once more on a cluster
+of several nodes, with every kind of fault of `make chaos`, and a driver that is interrupted and
+restarted. Compares every step with that of the run with one worker. Repeats all of it with
+`parallel.virtual_ranks`, whose cost is the ratio of the median seconds of a step. Writes
 `results/elasticity_plain.json` and `elasticity_exact.json`, with pictures of the curves and of
 their differences.
 """
@@ -32,15 +32,16 @@ from support.nodes import nodes
 
 SIZES = (1, 2, 3, 4)
 STEPS, CURVE_POINTS, LAST_STEPS = 300, 50, 50
+# 12 virtual ranks are divisible by 1, 2, 3 and 4 workers.
 OVERRIDES = {"plain": (), "exact": ("parallel.virtual_ranks=12", "optimizer.fused=false")}
 AUDITED = ("partition_ok", "steps", "equal", "first_difference", "max_relative_loss_difference")
 DISTURBED = "through faults"
 Runs = Mapping[str, Sequence[Any]]
-"""The steps of every run, by its name; that of one worker first."""
+"""The steps of every run, by name; the run with one worker comes first."""
 
 
 def write_recipe(folder: Path, wikitext: Path) -> Path:
-    """A recipe of BERT-tiny on WikiText, its data prepared, in `folder`."""
+    """Write a recipe of BERT-tiny on WikiText to `folder`, and prepare its data."""
     values = {
         "extends": "bert/tiny",
         "data": {
@@ -75,7 +76,8 @@ def write_recipe(folder: Path, wikitext: Path) -> Path:
 
 
 def undisturbed(recipe: Path, kind: str, size: int, *overrides: str) -> list[Any]:
-    """The steps of a run that has so many workers from its beginning to its end."""
+    """Return the steps of a run with `size` workers from start to end."""
+    # Less than a core each, so that four workers fit on a machine with two cores.
     workers = [f"workers.{key}={value}" for key, value in
                {"min": size, "max": size, "cpus": 0.4, "spares": "false"}.items()]  # fmt: skip
     name = f"{kind}-{size}"
@@ -85,7 +87,8 @@ def undisturbed(recipe: Path, kind: str, size: int, *overrides: str) -> list[Any
 
 
 def disturbed(recipe: Path, kind: str, *overrides: str) -> tuple[LiveRun, list[dict[str, Any]]]:
-    """A run that every kind of fault happens to, and those faults in order."""
+    """Run through every kind of fault; return the run and the faults in order."""
+    # Seeded, so that the faults come in the same order every time.
     draw = random.Random(0)
     name = f"{kind}-disturbed"
     log = recipe.parent / f"log-{name}"
@@ -97,6 +100,7 @@ def disturbed(recipe: Path, kind: str, *overrides: str) -> tuple[LiveRun, list[d
         chaos.inject(KINDS)
         live.wait_for_group(live.groups())
         live.send(signal.SIGTERM)
+        # 130 is the exit code of an interrupted run that can resume.
         assert live.driver.wait(timeout=120) == 130, live.output
         faults = [*chaos.faults, {"kind": "interrupt driver (SIGTERM), start it again"}]
         live = LiveRun(recipe, name, log.with_suffix(".again"), *arguments)
@@ -105,45 +109,45 @@ def disturbed(recipe: Path, kind: str, *overrides: str) -> tuple[LiveRun, list[d
 
 
 def audited(folder: Path, *names: str) -> dict[str, Any]:
-    """The findings of `elastrata audit` on two runs, without their places."""
-    found = run_json("audit", *(folder / name for name in names))
-    return {key: found[key] for key in AUDITED}
+    """Return the findings of `elastrata audit` on two runs, without the folders."""
+    findings = run_json("audit", *(folder / name for name in names))
+    return {key: findings[key] for key in AUDITED}
 
 
 def differences(runs: Runs) -> dict[str, Any]:
-    """How every other run compares with the first one."""
-    (_, first), *others = runs.items()
-    found = {}
-    for name, steps in others:
+    """Compare every other run with the first one."""
+    (_, first), *other_runs = runs.items()
+    by_run = {}
+    for name, steps in other_runs:
         comparison = compare(first, steps, tolerance=1e-4)
-        of_last = [
+        last_differences = [
             relative_difference(one["loss"], other["loss"])
             for one, other in zip(first[-LAST_STEPS:], steps[-LAST_STEPS:], strict=True)
         ]
-        found[name] = {
+        by_run[name] = {
             "same_samples_in_every_step": comparison.equal,
             "max_relative_loss_difference": comparison.max_relative_loss_difference,
-            f"max_in_the_last_{LAST_STEPS}_steps": max(of_last),
+            f"max_in_the_last_{LAST_STEPS}_steps": max(last_differences),
         }
-    return found
+    return by_run
 
 
 def draw_curves(runs: Runs, path: Path) -> None:
-    """The losses of all runs, and below how far they are from those of the first one."""
+    """Draw the losses of all runs, and below their differences from the first one."""
     figure = picture(8, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    (_, first), *others = runs.items()
+    (_, first), *other_runs = runs.items()
     numbers = [step["step"] for step in first]
     for order, (name, steps) in enumerate(runs.items()):
         losses = [step["loss"] for step in steps]
         above.plot(numbers, losses, linewidth=5 - order, alpha=0.6, label=name)
     below.plot([], [])  # the first run's colour
-    for name, steps in others:
-        apart = [
+    for name, steps in other_runs:
+        relative_differences = [
             relative_difference(one["loss"], other["loss"])
             for one, other in zip(first, steps, strict=True)
         ]
-        below.plot(numbers, apart, linewidth=1, label=name)
+        below.plot(numbers, relative_differences, linewidth=1, label=name)
     above.set_ylabel("loss (nats)")
     above.legend(frameon=False)
     below.set_yscale("symlog", linthresh=1e-9)
@@ -153,12 +157,12 @@ def draw_curves(runs: Runs, path: Path) -> None:
 
 
 def curve(steps: Sequence[Any]) -> list[tuple[int, float]]:
-    """Some steps with their losses."""
+    """Return some steps with their losses."""
     return [(s["step"], s["loss"]) for s in steps[:: max(1, len(steps) // CURVE_POINTS)]]
 
 
 def measure(recipe: Path, kind: str, *overrides: str) -> tuple[Runs, dict[str, Any]]:
-    """All runs of one kind, and what they show."""
+    """Return all runs of one kind, and their figures."""
     runs = {
         f"{size} worker{'s' * (size > 1)}": undisturbed(recipe, kind, size, *overrides)
         for size in SIZES

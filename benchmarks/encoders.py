@@ -1,15 +1,15 @@
-"""What ModernBERT-mini learns beside BERT-mini: accuracy of masked tokens, at equal tokens.
+"""Accuracy of ModernBERT-mini compared with BERT-mini on masked tokens, at equal tokens.
 
     python benchmarks/encoders.py ../shared/data/wikitext --scratch encoders --seeds 3
 
-Both read paragraphs of WikiText and functions and classes of this Python's standard library, up to
-512 tokens of one BPE of 8,192, in the same order. Batches, optimizer, schedule and the share of
-masked tokens, ModernBERT's 30%, are the same, and the feed-forward has as many weights; so the
-architecture alone differs, and BERT's table of positions. Evaluated is what is held out of both
-texts. In one process, of one thread.
+Both train on WikiText's paragraphs and on functions and classes of this Python's standard library,
+up to 512 tokens with one BPE vocabulary of 8,192, in the same order. Batches, optimizer, schedule
+and the share of masked tokens (ModernBERT's 30%) are the same, and the feed-forwards have equally
+many weights. So only the architecture differs, and BERT's position table. They are evaluated on
+held-out parts of both texts. Runs in one process with one thread.
 
-Runs that are in the scratch folder are not trained again: the same command goes on where it was
-stopped. Writes results/encoders.json and encoders.png of the seeds that are complete.
+Finished runs in the scratch folder are not repeated: the same command resumes after an
+interruption. Writes results/encoders.json and encoders.png for the seeds that are complete.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ACCURACY = "eval/mlm_accuracy"
 
 
 def prepare_text(wikitext: Path, scratch: Path) -> None:
-    """One data set for both models, unless it is there."""
+    """Prepare one data set for both models if it is missing."""
     text = {
         "sources": natural_length_sources(wikitext),
         "tokenizer": {"train": "bpe", "vocab_size": VOCABULARY},
@@ -56,7 +56,7 @@ def prepare_text(wikitext: Path, scratch: Path) -> None:
 
 
 def changes(seed: int, scratch: Path) -> list[str]:
-    """What runs of both models have."""
+    """Return the overrides that runs of both models share."""
     evaluation = {"path": str(scratch / "data" / "held_out"), "every": EVERY, "samples": SAMPLES}
     return [
         f"data={json.dumps({'path': str(scratch / 'data')})}",
@@ -74,7 +74,7 @@ def changes(seed: int, scratch: Path) -> list[str]:
 
 
 def curve(run: Path) -> dict[str, list[float]]:
-    """Tokens seen at every evaluation, and its accuracy."""
+    """Return the tokens seen at every evaluation, and its accuracy."""
     entries = history.read(Storage(str(run)).sub("history"))
     tokens = {entry["step"]: entry["tokens"] for entry in history.effective_steps(entries)}
     evaluations = list(history.surviving_evaluations(entries))
@@ -85,21 +85,23 @@ def curve(run: Path) -> dict[str, list[float]]:
 
 
 def measure(seed: int, scratch: Path) -> dict[str, Any]:
-    found = {}
+    curves = {}
     for model in MODELS:
         recipe = load_recipe(model, changes(seed, scratch))
         run = scratch / "runs" / f"{recipe.workload.name}-{seed}"
-        found[model] = curve(trained_alone(recipe, run))
-    return {"seed": seed, **found}
+        curves[model] = curve(trained_alone(recipe, run))
+    return {"seed": seed, **curves}
 
 
 def summary(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The last accuracies, and their differences by seed."""
+    """Return the final accuracies, and their differences by seed."""
     last = {model: [seed[model]["accuracy"][-1] for seed in seeds] for model in MODELS}
     bert, modern = last.values()
     return {
         "tokens": seeds[0][MODELS[0]]["tokens"][-1],
-        "accuracy": {model: round(statistics.mean(each), 4) for model, each in last.items()},
+        "accuracy": {
+            model: round(statistics.mean(accuracies), 4) for model, accuracies in last.items()
+        },
         "differences": [round(one - other, 5) for one, other in zip(modern, bert, strict=True)],
     }
 

@@ -1,13 +1,13 @@
-"""The cost of the engine: steps/s of `elastrata train` beside a bare PyTorch loop.
+"""The overhead of the engine: steps/s of `elastrata train` compared with a bare PyTorch loop.
 
     python benchmarks/engine.py DATA_SET
 
-All run BERT-mini over the same micro-batches of the same steps with one thread, the same AdamW
-and the same clipping; the bare loop gets its micro-batches ready-made. `loop` is the engine's own
-loop on the model as it divides it, by itself: what it costs without the other processes of a run,
-which need a core of their own. They take turns, and the median over the rounds of the ratio of
-their median steps counts. All run at the niceness that Elastrata gives its workers. DATA_SET is
-prepared by `elastrata prepare bert/wikitext-mini`.
+All train BERT-mini on the same micro-batches of the same steps with one thread, the same AdamW and
+the same clipping; the bare loop's micro-batches are collated in advance. `loop` is the engine's own
+loop on its sharded model, without the other processes of a run, which need a core for themselves.
+The variants take turns; the figures are medians over the rounds of the ratios of their median
+steps. All run at the niceness of Elastrata's workers. `elastrata prepare bert/wikitext-mini`
+prepares DATA_SET.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from elastrata_pipelines.payload import RankStep, decode
 
 STEPS, WARM_UP = 60, 10
 NICENESS = "0"
-"""The niceness of the workers of Elastrata."""
+"""Niceness of Elastrata's workers."""
 
 
 def overrides(data: str) -> list[str]:
@@ -50,26 +50,27 @@ def overrides(data: str) -> list[str]:
 
 
 def engine_seconds(data: str) -> float:
-    """Median seconds from one step's end to the next, through `elastrata train`."""
+    """Return the median seconds between the ends of steps of `elastrata train`."""
     steps = trained_steps("bert/wikitext-mini", *overrides(data))
     times = [step["time"] for step in steps][WARM_UP:-1]
     return statistics.median(later - earlier for earlier, later in pairwise(times))
 
 
 def bare_seconds(recipe: Recipe) -> float:
-    """Median seconds of a step of a plain loop over the same micro-batches."""
+    """Return the median seconds of a step of a plain loop over the same micro-batches."""
     torch.set_num_threads(1)
     batches = training_data(recipe).train
     vocabulary, workload = batches.manifest.vocabulary, recipe.workload
     torch.manual_seed(recipe.seed)
     model = workload.build_model(vocabulary, batches.manifest.seq_len)
     optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
-    ready = [
+    # Collated in advance: the bare loop has no data pipeline.
+    collated_steps = [
         [workload.collate(rows, vocabulary, recipe.seed) for rows in step.micro_batches]
         for step in stream(recipe)
     ]
     seconds = []
-    for micro_batches in ready:
+    for micro_batches in collated_steps:
         started = time.perf_counter()
         weight = sum(batch.weights["mlm"] for batch in micro_batches)
         for batch in micro_batches:
@@ -82,7 +83,7 @@ def bare_seconds(recipe: Recipe) -> float:
 
 
 def loop_seconds(recipe: Recipe) -> float:
-    """Median seconds of a step of the engine's loop, without Ray."""
+    """Return the median seconds of a step of the engine's loop, without Ray."""
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
     data = training_data(recipe).train
@@ -93,12 +94,12 @@ def loop_seconds(recipe: Recipe) -> float:
         optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
         loop = training_loop(recipe, divided.clip, vocabulary, cpu, 1, blocks=blocks)
         run = loop.run(divided.forward_backward, optimizer, stream(recipe), Start())
-        ended = [time.perf_counter() for _ in run][WARM_UP:]
-    return statistics.median(later - earlier for earlier, later in pairwise(ended))
+        end_times = [time.perf_counter() for _ in run][WARM_UP:]
+    return statistics.median(later - earlier for earlier, later in pairwise(end_times))
 
 
 def stream(recipe: Recipe) -> Iterator[RankStep]:
-    """The steps of a single rank."""
+    """Yield the steps of a single rank."""
     data = training_data(recipe).train
     groups = data.groups(Start(), steps=STEPS, batch_size=recipe.batch_size, max_tokens=2**20)
     for group in groups:
@@ -119,6 +120,7 @@ def main() -> None:
     rounds = []
     for _ in range(arguments.rounds):
         command = ["nice", "-n", NICENESS, sys.executable, __file__, data, "--only"]
+        # In new processes, so that no variant inherits the threads or memory of another.
         seconds = {name: last_line([*command, name]) for name in alone}
         seconds["engine"] = engine_seconds(data)
         bare_step = seconds["bare"]

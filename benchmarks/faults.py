@@ -1,14 +1,14 @@
-"""How long a run takes to go on after each kind of fault, and what it loses.
+"""Time to resume after each kind of fault, and the steps lost.
 
     PYTHONPATH=tests python benchmarks/faults.py
 
-Trains a small model with two workers on a Ray cluster of several nodes on this machine, and does
-the same thing to it several times: a worker is killed or stopped, a node is killed, drained or
-added, the driver is interrupted or killed and started again. Times come from the run's own history:
-from the injection to the entry that says what happened, and to the first step after it. Every
-run's digests are compared with those of an undisturbed run. With --anew all workers are started
-anew (`workers.stay: false`), and the results have a place of their own. The picture has a bar for
-each kind that lost workers: the phases of the trial with the median time to the next step.
+Trains a small model with two workers on a Ray cluster of several nodes on this machine and injects
+the same fault several times: a worker is killed or stopped; a node is killed, drained or added; the
+driver is interrupted or killed, and restarted. Times come from the run's history, from the
+injection to the entry that reports the event, and to the next step. Every run's digests are
+compared with those of an undisturbed run. With --anew all workers restart (`workers.stay: false`),
+and the results are stored separately. The picture has a bar for each kind of fault that stops
+workers: the phases of the trial with the median time to the next step.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from support.live_run import LiveRun
 from support.nodes import Nodes, actors, nodes, send, train_workers
 from support.short_steps import CPUS, write_recipe
 
+# By then its spare workers have finished their imports.
 SETTLED_STEPS = 60
 SETTLED_SECONDS = 12.0
-"""A group has settled after so many steps and seconds: its spares have done their imports."""
+"""Steps and seconds after which a group has settled."""
 STEPS = 12_000
 COMPARED_STEPS = 600
-"""The undisturbed run takes so many."""
+"""Number of steps of the undisturbed run."""
 Injection = Callable[[Nodes, LiveRun, list[Any]], None]
 Trials = tuple[list[dict[str, Any]], list[Any]]
-"""A row for each trial, and the steps that made the model."""
+"""A row for each trial, and the steps that produced the final model."""
 
 
 def kill_worker(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
@@ -44,6 +45,7 @@ def kill_worker(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
 
 
 def stop_worker(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
+    # A stopped process keeps its connections open, as a hanging one does.
     send(train_workers(cluster.address)[-1], signal.SIGSTOP)
 
 
@@ -60,7 +62,7 @@ def kill_controller(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
 
 
 def stop_actor(name: str) -> Injection:
-    """SIGSTOP to a helper of the run."""
+    """Return an injection that sends SIGSTOP to a helper actor of the run."""
 
     def stop(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
         send(actors(name, cluster.address)[-1], signal.SIGSTOP)
@@ -81,34 +83,36 @@ INJECTIONS: dict[str, Injection] = {
     "node drained": drain_node,
     "node added": add_node,
 }
+# The figure of these faults is the longest time between two steps.
 UNNOTICED: dict[str, Injection] = {
     "split coordinator stopped, 10 s allowed": stop_actor("SplitCoordinator"),
     "control channel stopped, 10 s allowed": stop_actor("ControlChannel"),
     "registry of hot copies stopped, 10 s allowed": stop_actor("ReplicaRegistry"),
     "store of hot copies stopped, 10 s allowed": stop_actor("ReplicaStore"),
 }
-"""After these the same group goes on: what counts is the longest time between two steps."""
+"""Faults that do not stop the group."""
 UNNOTICED_SECONDS = 60.0
 ALTERNATES = {"node killed": add_node, "node drained": add_node, "node added": drain_node}
-"""The repair after each trial, so that the next one finds the same cluster; not counted."""
+"""Repair after each trial, not measured, so that the next trial starts with the same cluster."""
 SIGNALS = {"driver interrupted (SIGTERM)": signal.SIGTERM, "driver killed": signal.SIGKILL}
+# The last lines of the history die with the driver.
 UNCOUNTED = "driver killed"
-"""How many steps are then done again nobody knows: the last lines of the history die, too."""
+"""Fault after which the number of repeated steps is unknown."""
 
 
 def disturbed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Trials:
-    """One run, disturbed in the same way again and again."""
+    """Measure one run with repeated injections of the same fault."""
     with nodes() as cluster:
         alive = [cluster.add(cpus=CPUS)]
         if kind != "node added":
             alive.append(cluster.add(cpus=CPUS))
         live = LiveRun(recipe, name, log, "--address", cluster.address, f"steps={STEPS}")
-        injected = []
+        injection_times = []
         groups = 1
         for _ in range(trials):
             live.wait_for_size(len(alive), groups, SETTLED_STEPS)
             time.sleep(SETTLED_SECONDS)
-            injected.append(time.time())
+            injection_times.append(time.time())
             INJECTIONS[kind](cluster, live, alive)
             groups = live.groups() + 1
             if kind in ALTERNATES:
@@ -118,28 +122,28 @@ def disturbed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Tri
         live.wait_for_size(len(alive), groups, SETTLED_STEPS)
         live.send(signal.SIGINT)
         live.driver.wait(timeout=120)
-        return [row(live, begun) for begun in injected], live.steps()
+        return [row(live, injection_time) for injection_time in injection_times], live.steps()
 
 
 def unnoticed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Trials:
-    """One run, a helper of which is stopped again and again."""
+    """Measure one run in which a helper actor is stopped repeatedly."""
     with nodes() as cluster:
         alive = [cluster.add(cpus=CPUS), cluster.add(cpus=CPUS)]
         live = LiveRun(recipe, name, log, "--address", cluster.address, f"steps={STEPS}")
         live.wait_for_size(len(alive), 1, SETTLED_STEPS)
-        injected = []
+        injection_times = []
         for _ in range(trials):
             time.sleep(SETTLED_SECONDS)
-            injected.append(time.time())
+            injection_times.append(time.time())
             UNNOTICED[kind](cluster, live, alive)
             time.sleep(UNNOTICED_SECONDS)
         live.send(signal.SIGINT)
         live.driver.wait(timeout=120)
-        return [pause(live, begun) for begun in injected], live.steps()
+        return [pause(live, injection_time) for injection_time in injection_times], live.steps()
 
 
 def pause(live: LiveRun, begun: float) -> dict[str, Any]:
-    """The longest time between two steps after `begun`."""
+    """Return the longest time between two steps after `begun`."""
     end = begun + UNNOTICED_SECONDS
     times = [entry["time"] for entry in live.of_kind("step") if begun - 1 < entry["time"] < end]
     longest = max(later - earlier for earlier, later in itertools.pairwise(times))
@@ -153,56 +157,58 @@ def pause(live: LiveRun, begun: float) -> dict[str, Any]:
 
 
 def restarted(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Trials:
-    """One run whose driver is signalled and started again; times count from the signal."""
+    """Measure one run whose driver is signalled and restarted; times count from the signal."""
     arguments = ("workers.min=2", "workers.max=2", f"steps={STEPS}")
     live = LiveRun(recipe, name, log, *arguments)
-    injected = []
+    injection_times = []
     for trial in range(trials):
         live.wait_for_group(1, steps=SETTLED_STEPS)
         live.wait_for_checkpoint()
-        injected.append(live.send(SIGNALS[kind]))
+        injection_times.append(live.send(SIGNALS[kind]))
         live.driver.wait(timeout=120)
         live = LiveRun(recipe, name, log.with_suffix(f".{trial}"), *arguments)
     live.wait_for_group(1, steps=SETTLED_STEPS)
     live.wait_for_checkpoint()
     live.send(signal.SIGINT)
     live.driver.wait(timeout=120)
-    return [row(live, begun) for begun in injected], live.steps()
+    return [row(live, injection_time) for injection_time in injection_times], live.steps()
 
 
 def row(live: LiveRun, begun: float) -> dict[str, Any]:
-    """The figures of the history about the first change after `begun`."""
+    """Return the figures of the first change in the history after `begun`."""
     entries = sorted(live.entries(), key=lambda entry: float(entry["time"]))
-    later = [entry for entry in entries if entry["time"] > begun]
-    start = next(entry for entry in later if entry["kind"] == "started")
-    noted = [e for e in later if e["kind"] in ("fault", "halted") and e["time"] <= start["time"]]
+    later_entries = [entry for entry in entries if entry["time"] > begun]
+    start = next(entry for entry in later_entries if entry["kind"] == "started")
+    fault_entries = [
+        e for e in later_entries if e["kind"] in ("fault", "halted") and e["time"] <= start["time"]
+    ]
     attempt = start["attempt"]
-    step = next(e for e in later if e["kind"] == "step" and e["attempt"] == attempt)
-    undone = [e for e in later if e["kind"] == "rolled_back" and e["attempt"] == attempt]
+    step = next(e for e in later_entries if e["kind"] == "step" and e["attempt"] == attempt)
+    rollbacks = [e for e in later_entries if e["kind"] == "rolled_back" and e["attempt"] == attempt]
     return {
-        "detected_after": round(noted[0]["time"] - begun, 2) if noted else None,
+        "detected_after": round(fault_entries[0]["time"] - begun, 2) if fault_entries else None,
         "next_step_after": round(step["time"] - begun, 2),
-        "steps_lost": sum(entry["last"] - entry["first"] + 1 for entry in undone),
+        "steps_lost": sum(entry["last"] - entry["first"] + 1 for entry in rollbacks),
         "state": start["state"],
         "world_size": start["world_size"],
         "stayed": start.get("stayed", 0),
-        "phases": phases(begun, noted[0], start, step) if noted else {},
+        "phases": phases(begun, fault_entries[0], start, step) if fault_entries else {},
     }
 
 
 def phases(begun: float, noted: Any, start: Any, step: Any) -> dict[str, float]:
     """Return the seconds from an injection to the next step, phase by phase.
 
-    A group's `started` entry holds the seconds of its own phases, up to that entry.
+    A group's `started` entry contains the seconds of its phases up to that entry.
     """
     of_group: dict[str, float] = start["seconds"]
-    found = {
+    phase_seconds = {
         "noticed": noted["time"] - begun,
         "processes": start["time"] - sum(of_group.values()) - noted["time"],
         **of_group,
         "first step": step["time"] - start["time"],
     }
-    return {name: round(seconds, 2) for name, seconds in found.items()}
+    return {name: round(seconds, 2) for name, seconds in phase_seconds.items()}
 
 
 def draw(results: dict[str, Any]) -> None:
@@ -210,12 +216,13 @@ def draw(results: dict[str, Any]) -> None:
     bars = {}
     for kind, result in results.items():
         rows = sorted(result["trials"], key=lambda row: float(row["next_step_after"]))
-        if found := rows[(len(rows) - 1) // 2].get("phases"):
-            bars[kind] = found
+        # The phases of one trial: medians of phases would not add up to the median of the time.
+        if phase_seconds := rows[(len(rows) - 1) // 2].get("phases"):
+            bars[kind] = phase_seconds
     figure = picture(8, 0.6 + 0.5 * len(bars))
     axes, left = figure.add_subplot(), dict.fromkeys(bars, 0.0)
     for phase in dict.fromkeys(itertools.chain.from_iterable(bars.values())):
-        widths = {kind: found.get(phase, 0.0) for kind, found in bars.items()}
+        widths = {kind: phase_seconds.get(phase, 0.0) for kind, phase_seconds in bars.items()}
         axes.barh([*bars], [*widths.values()], left=[*left.values()], label=phase)
         left = {kind: left[kind] + width for kind, width in widths.items()}
     axes.set_xlabel("seconds from the fault to the next step")
@@ -225,7 +232,7 @@ def draw(results: dict[str, Any]) -> None:
 
 
 def compared(steps: list[Any], undisturbed: list[Any]) -> dict[str, Any]:
-    """Whether every step that both have got the same samples, and how far their losses differ."""
+    """Compare the steps that both runs have: same samples, and differences of losses."""
     expected = {step["step"]: step for step in undisturbed}
     pairs = [(step, expected[step["step"]]) for step in steps if step["step"] in expected]
     return {
@@ -253,7 +260,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure_of(kind: str) -> Callable[..., Trials]:
-    """How trials of a kind are made."""
+    """Return the function that measures trials of a kind of fault."""
     if kind in UNNOTICED:
         return unnoticed
     return disturbed if kind in INJECTIONS else restarted
@@ -271,11 +278,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         recipe = write_recipe(folder, steps=STEPS, stay=not arguments.anew)
+        # Without in-memory checkpoints: nothing disturbs this run.
         plain = ("workers.max=2", "checkpoint.hot_steps=0")
-        whole = LiveRun(recipe, "undisturbed", folder / "whole", *plain)
-        whole.wait_for_more(COMPARED_STEPS)
-        whole.send(signal.SIGINT)
-        whole.driver.wait(timeout=120)
+        undisturbed_run = LiveRun(recipe, "undisturbed", folder / "whole", *plain)
+        undisturbed_run.wait_for_more(COMPARED_STEPS)
+        undisturbed_run.send(signal.SIGINT)
+        undisturbed_run.driver.wait(timeout=120)
         for number, kind in enumerate(arguments.kinds):
             name, log = f"run-{number}", folder / f"log-{number}"
             measure = measure_of(kind)
@@ -283,7 +291,7 @@ def main() -> None:
             rows, steps = measure(recipe, name, kind, arguments.trials, log)
             if kind == UNCOUNTED:
                 rows = [{**row, "steps_lost": None} for row in rows]
-            results[kind] = {**summary(rows), **compared(steps, whole.steps())}
+            results[kind] = {**summary(rows), **compared(steps, undisturbed_run.steps())}
             write_result("faults", figures, ("elastrata", "ray", "torch"))
     draw(figures["kinds"])
 

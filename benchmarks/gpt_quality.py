@@ -1,15 +1,15 @@
-"""A GPT's loss after a number of tokens, beside that in the Hugging Face Trainer.
+"""The loss of a GPT at equal tokens, compared with the Hugging Face Trainer.
 
     python benchmarks/gpt_quality.py ../shared/data/wikitext --python ../rivals/bin/python
 
-(`benchmarks/trainers.py` says what the other Python needs.) The Llama of `gpt/quick` learns from
-WikiText and the sources of this Python's standard library, on two workers. The Trainer gets the
-same first weights, the same documents end to end in blocks of equal length, drawn at random, as is
-usual there, the same optimizer, schedule, clipping and number of tokens. Both are asked for the
-loss of the whole of WikiText's validation text, a document at a time; that our last model has the
-same loss there in transformers as here is checked.
+(`benchmarks/trainers.py` shows how to set up the other Python.) The Llama of `gpt/quick` trains on
+WikiText and the sources of this Python's standard library, with two workers. The Trainer gets the
+same initial weights, optimizer, schedule, clipping and number of tokens. As is usual there, it
+trains on the same documents, concatenated, in blocks of equal length in random order. Both are
+evaluated on the whole of WikiText's validation text, one document at a time. The script also checks
+that our final model has the same loss in transformers.
 
-Writes `results/gpt-quality.json`, with texts that the trained model goes on with, and
+Writes `results/gpt-quality.json`, which includes texts that the trained model generates, and
 `gpt-quality.png`.
 """
 
@@ -48,15 +48,15 @@ from elastrata_pipelines.storage import Storage
 
 STEPS, EVERY, WARM_UP, MAX_SAMPLES = 300, 100, 30, 2**16
 PROMPTS = ("The history of", "def __init__(self")
+# fp32 sums in another order.
 TOLERANCE = 1e-5
-"""Relative, of the loss of one model computed here and by transformers: fp32 sums in another
-order."""
+"""Relative tolerance for the loss of one model, computed here and by transformers."""
 Curve = list[tuple[int, float]]
-"""Tokens seen, and the validation loss then."""
+"""Pairs of tokens seen and validation loss."""
 
 
 def write_recipe(wikitext: Path, scratch: Path, steps: int) -> Path:
-    """Writes the recipe, and its data set unless it is there."""
+    """Write the recipe, and prepare its data set if it is missing."""
     library = collect_corpus(scratch / "python").folder
     values = {
         "extends": "gpt/quick",
@@ -83,7 +83,7 @@ def write_recipe(wikitext: Path, scratch: Path, steps: int) -> Path:
 
 
 def hand_over(recipe: Recipe, scratch: Path) -> None:
-    """Writes the untrained model and the tokens, for the Trainer."""
+    """Write the untrained model and the tokens for the Trainer."""
     data = training_data(recipe)
     (held_out,) = data.held_out
     assert held_out is not None
@@ -97,6 +97,7 @@ def hand_over(recipe: Recipe, scratch: Path) -> None:
         Path(recipe.data.path) / "tokenizer",
         scratch / "model",
     )
+    # In stored order: the Trainer shuffles the blocks itself.
     tables = data.train.stripes().read(range(manifest.stripes))
     tokens = b"".join(sample for table in tables for sample in table["tokens"].to_pylist())
     np.save(scratch / "train.npy", np.frombuffer(tokens, manifest.token_dtype))
@@ -105,7 +106,7 @@ def hand_over(recipe: Recipe, scratch: Path) -> None:
 
 
 def documents(rows: Sequence[Rows]) -> dict[str, np.ndarray]:
-    """All segments of all rows, end to end, and their lengths."""
+    """Return all segments of `rows`, concatenated, and their lengths."""
     return {
         "tokens": np.concatenate([part.tokens for part in rows]),
         "lengths": np.concatenate([part.segment_lengths for part in rows]),
@@ -113,7 +114,7 @@ def documents(rows: Sequence[Rows]) -> dict[str, np.ndarray]:
 
 
 def our_run(recipe: Path, name: str) -> tuple[Curve, str]:
-    """Trains; the curve, and the run's folder."""
+    """Train with Elastrata; return the curve and the run's folder."""
     trained = elastrata("train", str(recipe), "--name", name)
     entries = history.read(Storage(trained["run_dir"]).sub("history"))
     tokens = {step["step"]: step["tokens"] for step in history.effective_steps(entries)}
@@ -123,12 +124,13 @@ def our_run(recipe: Path, name: str) -> tuple[Curve, str]:
 
 
 def settings(recipe: Recipe, tokens: int) -> dict[str, Any]:
-    """The recipe's values in the Trainer's words, for so many tokens."""
+    """Return the recipe's values under the Trainer's names, for a run of `tokens` tokens."""
     assert recipe.data.prepare is not None
     length, optimizer = recipe.data.prepare.seq_len, recipe.optimizer
     return {
         "seq_len": length,
         "batch_size": recipe.batch_size,
+        # Equal tokens, not equal steps: our samples are shorter than the Trainer's full blocks.
         "steps": tokens // (recipe.batch_size * length),
         "every": recipe.evaluation.every,
         "warmup_steps": recipe.schedule.warmup_steps,
@@ -142,13 +144,13 @@ def settings(recipe: Recipe, tokens: int) -> dict[str, Any]:
 
 
 def in_transformers(python: Path, *arguments: str) -> Any:
-    """The output of `measure_gpt.py`, run with two threads, as many as there are workers."""
+    """Return the output of `measure_gpt.py`, run with two threads to match two workers."""
     script = Path(__file__).with_name("measure_gpt.py")
     return last_line([python, script, *arguments], OMP_NUM_THREADS="2")
 
 
 def continuations(run: str) -> dict[str, str]:
-    """The trained model's continuation of each prompt, likelier tokens first."""
+    """Return the trained model's continuation of each prompt, sampled from the top 40 tokens."""
     options = ("--tokens", "60", "--temperature", "0.7", "--top-k", "40")
     return {
         prompt: elastrata("generate", run, "--prompt", prompt, *options)["continuation"]["text"]
@@ -182,12 +184,16 @@ def main() -> None:
         ours, run = our_run(path, "run")
         elastrata("export", run, "--out", str(scratch / "trained"))
         files = (str(scratch / "train.npy"), str(scratch / "held_out.npz"))
-        again = in_transformers(arguments.python, "loss", str(scratch / "trained"), files[1])
-        if not math.isclose(again, ours[-1][1], rel_tol=TOLERANCE):
-            raise RuntimeError(f"loss of the trained model: here {ours[-1][1]}, there {again}")
-        wanted = json.dumps(settings(recipe, ours[-1][0]))
+        exported_loss = in_transformers(
+            arguments.python, "loss", str(scratch / "trained"), files[1]
+        )
+        if not math.isclose(exported_loss, ours[-1][1], rel_tol=TOLERANCE):
+            raise RuntimeError(
+                f"loss of the trained model: here {ours[-1][1]}, there {exported_loss}"
+            )
+        trainer_settings = json.dumps(settings(recipe, ours[-1][0]))
         theirs = in_transformers(
-            arguments.python, "train", str(scratch / "model"), files[1], files[0], wanted
+            arguments.python, "train", str(scratch / "model"), files[1], files[0], trainer_settings
         )
         texts = continuations(run)
         manifest = training_data(recipe).train.manifest
@@ -196,7 +202,7 @@ def main() -> None:
     figures = {
         "data": {key: getattr(manifest, key) for key in ("samples", "tokens", "seq_len")},
         "perplexity": {name: round(math.exp(curve[-1][1]), 2) for name, curve in curves.items()},
-        "loss_of_the_exported_model": again,
+        "loss_of_the_exported_model": exported_loss,
         "curves": curves,
         "continuations": texts,
         "rival_versions": versions_in(arguments.python, ("torch", "transformers", "accelerate")),

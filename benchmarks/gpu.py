@@ -1,33 +1,31 @@
-"""The first half hour on a GPU: whether models are right, how fast, and how much memory they take.
+"""Tests on a GPU within half an hour: correctness, speed and memory of the models.
 
     make gpu
     python benchmarks/gpu.py --results gpu.jsonl --minutes 10
     python benchmarks/gpu.py --device cpu --tiny
 
-A table of cases, most valuable first; nothing is needed but PyTorch, the checkout and a few small
-wheels (`make gpu-wheels`). Every case has a process and a time of its own, and is a row of a JSON
-Lines file, written as soon as it ends: its `status` is `ok`, `wrong` (something else was computed
-than should be), `out of memory`, `timeout`, `crashed` or `failed`. The next call goes on after the
-last row; `--again` repeats what did not end well. Of cases that differ in what is computed again
-the first that fits into memory counts.
+Runs a table of cases, most valuable first. It needs only PyTorch, the checkout and a few small
+wheels (`make gpu-wheels`). Every case runs in its own process with its own time limit, and adds a
+row to a JSON Lines file as soon as it ends. The row's `status` is `ok`, `wrong` (a result is
+incorrect), `out of memory`, `timeout`, `crashed` or `failed`. The next call continues after the
+last row; `--again` repeats cases that did not succeed. Among cases that differ only in activation
+checkpointing, the first one that fits into memory counts.
 
-Samples are random tokens, of full length or of natural ones: of English Wikipedia's, or drawn from
-the histogram of `--lengths` (docs/commands.md). MFU halves attention where it is causal, and does
-not count what is computed again; its peak is that of the device for dense bf16.
+Samples are random tokens. They have full length or natural lengths: those of English Wikipedia, or
+drawn from the histogram of `--lengths` (docs/commands.md). MFU counts half of the attention FLOPs
+if attention is causal, and no recomputation; its peak is the device's dense bf16 peak.
 
-`--device cpu --tiny` tries the table without a GPU: all but compilation and what CUDA does, with
-tiny models. `--device fake` tries the cases of speed, with models of their real sizes, on tensors
-without numbers.
+`--device cpu --tiny` tests the table without a GPU and without compilation, with tiny models.
+`--device fake` tests the speed cases with models of their real sizes, on tensors without values.
 
-This file needs nothing but Python's own library, so that it can tell what is missing.
+    python benchmarks/gpu.py --case REQUEST RESULT
 
-    python benchmarks/gpu.py --case ASKED TOLD
-
-is the process of one case: it reads the one file and writes the other.
+is the process of one case: it reads the first file and writes the second.
 """
 
 from __future__ import annotations
 
+# Only Python's standard library at the top level, so that the script can report missing packages.
 import argparse
 import contextlib
 import ctypes
@@ -50,30 +48,34 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SITE = ROOT / "build" / "gpu"
-"""What a machine lacks is installed here."""
+"""Folder for the packages that this machine lacks."""
 NEEDED = {"numpy": "numpy", "fsspec": "fsspec", "pyarrow": "pyarrow", "yaml": "pyyaml"} | {
     name: name for name in ("pydantic", "tenacity")
 }
-"""By the name of the module, the package; beside PyTorch."""
+"""Package names by module name; PyTorch is needed in addition."""
 
 
 def installed(wheels: Path) -> Mapping[str, str]:
-    """The environment of all cases, in which there is what they import.
+    """Install missing packages and return the environment variables of all cases.
 
-    What is missing is installed into a folder of the checkout: from the folder of wheels where
-    there is one, else from the package index.
+    Missing packages are installed into a folder of the checkout: from the folder of wheels if it
+    contains any, else from the package index.
     """
     if importlib.util.find_spec("torch") is None:
         sys.exit(f"{sys.executable} has no PyTorch; PYTHON=... names another Python")
     sys.path.append(str(SITE))
-    missing = [package for module, package in NEEDED.items() if not _is_there(module)]
-    if missing:
-        _install(missing, wheels)
+    missing_packages = [package for module, package in NEEDED.items() if not _is_there(module)]
+    if missing_packages:
+        _install(missing_packages, wheels)
     if not list(importlib.metadata.distributions(name="elastrata")):
         _register()
     paths = [HERE, ROOT / "platform", ROOT / "pipelines", ROOT / "workloads", SITE]
-    inherited = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([*map(str, paths), *([inherited] if inherited else [])])}
+    inherited_path = os.environ.get("PYTHONPATH")
+    return {
+        "PYTHONPATH": os.pathsep.join(
+            [*map(str, paths), *([inherited_path] if inherited_path else [])]
+        )
+    }
 
 
 def _is_there(module: str) -> bool:
@@ -81,16 +83,22 @@ def _is_there(module: str) -> bool:
 
 
 def _install(packages: Sequence[str], wheels: Path) -> None:
-    carried = ["--no-index", "--find-links", str(wheels)] if any(wheels.glob("*.whl")) else []
+    # Machines with GPUs often have no network.
+    wheel_options = ["--no-index", "--find-links", str(wheels)] if any(wheels.glob("*.whl")) else []
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     constraints = ["-c", str(ROOT / "constraints.txt"), "--upgrade", "--target", str(SITE)]
-    if subprocess.run([*command, *carried, *constraints, *packages]).returncode:
-        lacks = f"{wheels} does not hold all of them" if carried else f"{wheels} holds no wheels"
-        sys.exit(f"missing: {', '.join(packages)}; {lacks}: `make gpu-wheels`, with a network")
+    if subprocess.run([*command, *wheel_options, *constraints, *packages]).returncode:
+        explanation = (
+            f"{wheels} does not hold all of them" if wheel_options else f"{wheels} holds no wheels"
+        )
+        sys.exit(
+            f"missing: {', '.join(packages)}; {explanation}: `make gpu-wheels`, with a network"
+        )
 
 
 def _register() -> None:
-    """Tells Python of the checkout's workloads, as an installation would."""
+    """Write the metadata by which Python finds the checkout's workloads, as an installation
+    would."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     info = SITE / f"elastrata-{project['version']}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
@@ -105,29 +113,32 @@ def _register() -> None:
 
 
 REHEARSED = ("gpu_cases:machine", "gpu_cases:steps")
-"""All others look at numbers."""
+"""Functions that work on tensors without values; all others compare numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A row that is to be."""
+    """A case to run, which becomes one row."""
 
     name: str
     function: str
-    """`module:function`; its result, a dictionary, is the row's."""
+    """`module:function`; its result, a dictionary, becomes part of the row."""
     seconds: float
-    """It is killed after so long."""
+    """Time limit, after which the process is killed."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the function, and part of the row."""
+    """Arguments of the function, which also become part of the row."""
     instead_of: str = ""
-    """Runs only where the case of this name ran out of memory."""
+    """Name of another case: this one runs only if that one ran out of memory."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of its process, on a GPU."""
+    """Environment variables of the case's process, on a GPU only."""
 
 
-def _fitting(part: str, model: str, *overrides: str, seconds: float, **values: Any) -> list[Case]:
-    """Steps of a model, with as little computed again as fits."""
+def _fitting_cases(
+    part: str, model: str, *overrides: str, seconds: float, **values: Any
+) -> list[Case]:
+    """Return cases for the steps of a model, with increasing activation checkpointing."""
     cases: list[Case] = []
+    # Each runs only if the previous one ran out of memory.
     for way in ("none", "selective", "full"):
         cases.append(
             Case(
@@ -167,14 +178,14 @@ CHECKS = [
     ),
 ]
 MODELS = [
-    *_fitting("speed", "gpt/125m", COMPILED, seconds=120, aim=0.40),
-    *_fitting("speed", "gpt/1.3b", COMPILED, seconds=150, aim=0.50),
-    *_fitting("speed", "bert/large", COMPILED, seconds=150, lengths=NATURAL, published=833),
-    *_fitting("speed", "gpt/760m", COMPILED, seconds=150, aim=0.45),
-    *_fitting("speed", "gpt/350m", COMPILED, seconds=120),
+    *_fitting_cases("speed", "gpt/125m", COMPILED, seconds=120, aim=0.40),
+    *_fitting_cases("speed", "gpt/1.3b", COMPILED, seconds=150, aim=0.50),
+    *_fitting_cases("speed", "bert/large", COMPILED, seconds=150, lengths=NATURAL, published=833),
+    *_fitting_cases("speed", "gpt/760m", COMPILED, seconds=150, aim=0.45),
+    *_fitting_cases("speed", "gpt/350m", COMPILED, seconds=120),
 ]
 LARGE = [
-    *_fitting("speed", "gpt/7b", COMPILED, seconds=240, aim=0.52),
+    *_fitting_cases("speed", "gpt/7b", COMPILED, seconds=240, aim=0.52),
     *(
         case
         for model, sizes, lengths in (
@@ -183,7 +194,7 @@ LARGE = [
             ("gpt/1.3b", (4096, 16384, 32768), "full"),
         )
         for size in sizes
-        for case in _fitting(
+        for case in _fitting_cases(
             f"micro-batches of {size}",
             model,
             COMPILED,
@@ -195,7 +206,7 @@ LARGE = [
     *(
         case
         for model, lengths in (("bert/large", NATURAL), ("gpt/125m", "full"))
-        for case in _fitting(
+        for case in _fitting_cases(
             "parameters kept",
             model,
             COMPILED,
@@ -204,7 +215,7 @@ LARGE = [
             lengths=lengths,
         )
     ),
-    *_fitting("padded", "bert/large", COMPILED, seconds=120, lengths=NATURAL, padded=True),
+    *_fitting_cases("padded", "bert/large", COMPILED, seconds=120, lengths=NATURAL, padded=True),
     *(
         Case(
             name=f"trace: {model}",
@@ -232,7 +243,7 @@ TWO_FOUR = [
             ("masks", ("sparsity={method: two_four}",)),
             ("kernels", ("sparsity={method: two_four, kernels: true}",)),
         )
-        for case in _fitting(
+        for case in _fitting_cases(
             f"2:4 {way}",
             "gpt/1.3b",
             COMPILED,
@@ -245,9 +256,9 @@ TWO_FOUR = [
 ]
 REST = [
     _check("BERT's loss and gradients", "bert_agrees", 240, model="bert/base", lengths=NATURAL),
-    *_fitting("eager", "gpt/1.3b", EAGER, seconds=120),
-    *_fitting("speed", "bert/base", COMPILED, seconds=120, lengths=NATURAL),
-    *_fitting("full length", "bert/large", COMPILED, seconds=120),
+    *_fitting_cases("eager", "gpt/1.3b", EAGER, seconds=120),
+    *_fitting_cases("speed", "bert/base", COMPILED, seconds=120, lengths=NATURAL),
+    *_fitting_cases("full length", "bert/large", COMPILED, seconds=120),
     *(
         Case(
             name=f"clip: {way}",
@@ -275,18 +286,23 @@ Row = dict[str, Any]
 def apart(
     case: Case, seconds: float, options: Mapping[str, Any], environment: Mapping[str, str]
 ) -> Row:
-    """The row of a case, from a process that is killed with all its children in the end."""
+    """Run a case in a new process and return its row.
+
+    The process and all its children are killed in the end.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        asked, told = Path(folder, "asked.json"), Path(folder, "told.json")
+        request_path, result_path = Path(folder, "asked.json"), Path(folder, "told.json")
         values = {"function": case.function, "values": {**case.values, **options}}
-        asked.write_text(json.dumps(values), encoding="utf-8")
+        request_path.write_text(json.dumps(values), encoding="utf-8")
         with Path(folder, "output").open("w+b") as output:
             child = subprocess.Popen(
-                [sys.executable, __file__, "--case", str(asked), str(told)],
+                [sys.executable, __file__, "--case", str(request_path), str(result_path)],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                # A new process group, so that `_kill` also reaches grandchildren, such as
+                # compiler workers.
                 process_group=0,
             )
             try:
@@ -295,17 +311,18 @@ def apart(
                 return {"status": TIMEOUT, "error": f"not done after {seconds:.0f} s"}
             finally:
                 _kill(child)
-            if told.is_file():
-                row: Row = json.loads(told.read_text(encoding="utf-8"))
+            if result_path.is_file():
+                row: Row = json.loads(result_path.read_text(encoding="utf-8"))
                 return row
             output.seek(0)
             return {"status": CRASHED, "error": _crash(code, output.read())}
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """The child and its group, whose id it has until it is waited for; what is left of the group
-    keeps the id from being given anew."""
+    """Kill a child process and its process group."""
     with contextlib.suppress(ProcessLookupError):
+        # The child is not reaped yet, and the remaining members of the group keep its id in use, so
+        # the id cannot belong to another process.
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
@@ -317,30 +334,31 @@ def _crash(code: int, output: bytes) -> str:
 
 
 def one(asked: Path, told: Path) -> None:
-    """A case, in its own process."""
+    """Run one case in this process and write its row to `told`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with its parent
-    wanted = json.loads(asked.read_text(encoding="utf-8"))
-    module, function = wanted["function"].split(":")
+    request = json.loads(asked.read_text(encoding="utf-8"))
+    module, function = request["function"].split(":")
     try:
-        with _rehearsed() if wanted["values"]["device"] == FAKE else contextlib.nullcontext():
-            found = getattr(importlib.import_module(module), function)(**wanted["values"])
-        row = {"status": OK if found.pop("is_right", True) else WRONG, **found}
+        with _rehearse() if request["values"]["device"] == FAKE else contextlib.nullcontext():
+            result = getattr(importlib.import_module(module), function)(**request["values"])
+        row = {"status": OK if result.pop("is_right", True) else WRONG, **result}
     except Exception as error:
         text = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
         is_memory = type(error).__name__ == "OutOfMemoryError" or "out of memory" in text
         status = NO_MEMORY if is_memory else FAILED
         row = {"status": status, "error": f"{type(error).__name__}: {text}"}
+    # Written and renamed, so that the parent never reads a partial row.
     unfinished = told.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(row), encoding="utf-8")
     unfinished.rename(told)
     sys.stdout.flush()
-    os._exit(0)  # a library that hangs or crashes while Python ends has no say any more
+    os._exit(0)  # skips the exit handlers of libraries, which may hang or crash
 
 
 @contextlib.contextmanager
-def _rehearsed() -> Iterator[None]:
-    """A GPU that is not there: its tensors have shapes and no numbers."""
+def _rehearse() -> Iterator[None]:
+    """Simulate a GPU whose tensors have shapes but no values."""
     shim = importlib.import_module("elastrata.rehearsal.process")
     shim.load_shim()
     session = importlib.import_module("elastrata.rehearsal.session")
@@ -349,18 +367,18 @@ def _rehearsed() -> Iterator[None]:
 
 
 _LEAST_SECONDS = 20.0
-"""No case is begun with less time."""
+"""Minimum remaining time to start a case, in seconds."""
 
 
 class Rows:
-    """Runs cases, each in a process of its own, and keeps their rows.
+    """Runs cases, each in a new process, and records their rows.
 
     Args:
         results: the JSON Lines file.
-        minutes: no case is begun, or goes on, after so long.
-        again: whether cases that did not end well are repeated.
-        options: further arguments of every case's function.
-        environment: further variables of every case.
+        minutes: total time limit; no case starts or continues after it.
+        again: whether to repeat cases that did not succeed.
+        options: additional arguments of every case's function.
+        environment: additional environment variables of every case.
     """
 
     def __init__(
@@ -379,18 +397,19 @@ class Rows:
         self.rows = {row["case"]: row for row in read_rows(results)}
 
     def run(self, cases: Sequence[Case]) -> None:
-        """All that have no row yet, as far as the time goes."""
+        """Run all cases that have no row yet, until the time is used up."""
         for case in cases:
             if self._is_done(case) or not self._is_wanted(case):
                 continue
-            left = self._end - time.monotonic()
-            if left < min(_LEAST_SECONDS, case.seconds):
+            seconds_left = self._end - time.monotonic()
+            if seconds_left < min(_LEAST_SECONDS, case.seconds):
                 print(f"no time is left: the same command goes on with {case.name!r}", flush=True)
                 return
-            self._add(case, min(left, case.seconds))
+            self._add(case, min(seconds_left, case.seconds))
 
     def _is_done(self, case: Case) -> bool:
         row = self.rows.get(case.name)
+        # Running out of memory is a result: repeating the case would not change it.
         return bool(row) and (not self._again or row["status"] in (OK, NO_MEMORY))
 
     def _is_wanted(self, case: Case) -> bool:
@@ -398,21 +417,22 @@ class Rows:
         return not case.instead_of or before.get("status") == NO_MEMORY
 
     def _add(self, case: Case, seconds: float) -> None:
-        began = time.monotonic()
+        start_time = time.monotonic()
         on_gpu = case.environment if self._options["device"] == "cuda" else {}
-        found = apart(case, seconds, self._options, {**self._environment, **on_gpu})
-        if found["status"] == TIMEOUT and seconds < case.seconds:
+        result = apart(case, seconds, self._options, {**self._environment, **on_gpu})
+        # The total time limit ended the case, not its own one.
+        if result["status"] == TIMEOUT and seconds < case.seconds:
             print(f"no time is left for {case.name!r}", flush=True)
-            return  # it is begun anew the next time
+            return  # without a row, so that the next call runs it again
         about = {"case": case.name, **case.values}
-        row = {**about, **found, "case_seconds": round(time.monotonic() - began, 1)}
+        row = {**about, **result, "case_seconds": round(time.monotonic() - start_time, 1)}
         append(self._results, row)
         self.rows[case.name] = row
-        print(json.dumps(_short(row)), flush=True)
+        print(json.dumps(_summarise(row)), flush=True)
 
 
 def read_rows(results: Path) -> Iterator[Row]:
-    """The rows of a file, which may have been cut off in the last one."""
+    """Yield the rows of a file; an incomplete last line is ignored."""
     text = results.read_text(encoding="utf-8") if results.is_file() else ""
     for line in text.splitlines(keepends=True):
         if line.endswith("\n"):
@@ -420,30 +440,39 @@ def read_rows(results: Path) -> Iterator[Row]:
 
 
 def append(results: Path, row: Row) -> None:
-    """Writes a row so that it is there whatever comes, on a line of its own."""
+    """Append a row on a new line and sync it to disk."""
     with results.open("a+b") as file:
         file.seek(0, os.SEEK_END)
         if file.tell():
             file.seek(-1, os.SEEK_END)
+            # A previous call was killed while writing: its incomplete line is removed.
             if file.read(1) != b"\n":
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
         file.seek(0, os.SEEK_END)
         file.write(json.dumps(row).encode() + b"\n")
         file.flush()
+        # Machines with GPUs are rented: a row must survive their sudden end.
         os.fsync(file.fileno())
 
 
-def _short(row: Row) -> Row:
-    """What is shown of a row, while others are measured."""
+def _summarise(row: Row) -> Row:
+    """Return the part of a row that is printed."""
     rates = ("sequences_per_second", "tokens_per_second", "mfu")
-    shown = {key: row[key]["median"] for key in rates if row.get(key)}
-    kept = ("case", "status", "error", "allocated_bytes", "plan_allocated_bytes", "case_seconds")
-    return {key: row[key] for key in kept if key in row} | shown
+    rates_shown = {key: row[key]["median"] for key in rates if row.get(key)}
+    kept_keys = (
+        "case",
+        "status",
+        "error",
+        "allocated_bytes",
+        "plan_allocated_bytes",
+        "case_seconds",
+    )
+    return {key: row[key] for key in kept_keys if key in row} | rates_shown
 
 
 LENGTHS = ROOT / "tests" / "data" / "wikipedia_lengths_512.json"
-"""Of natural samples: English Wikipedia's, with their source."""
+"""Histogram of natural sample lengths, from English Wikipedia; the file names its source."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -475,6 +504,7 @@ def main() -> None:
     environment = dict(installed(arguments.wheels.resolve()))
     environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # as `elastrata` has it
     if arguments.device == "cpu":
+        # Hides the GPUs, so that the engine selects the CPU.
         environment["CUDA_VISIBLE_DEVICES"] = ""
     results = arguments.results.resolve()
     options = {

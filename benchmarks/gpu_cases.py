@@ -1,8 +1,8 @@
-"""The cases of `gpu.py`: whether a GPU computes what it should, how fast, and in how much memory.
+"""The cases of `gpu.py`: correctness, speed and memory of models on a GPU.
 
-A case is a function, run in a process of its own, whose result is a row. Beside its own arguments
-it takes what `gpu.py` passes to every case (`Told`). `is_right` in a result says whether what was
-computed is what it should be.
+A case is a function that runs in its own process and returns a row. In addition to its own
+arguments it takes those that `gpu.py` passes to every case (`Told`). `is_right` in a result says
+whether the computed values are correct.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ TINY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What `gpu.py` tells every case.
+    """Arguments that `gpu.py` passes to every case.
 
     Raises:
-        RuntimeError: the device is not there.
+        RuntimeError: the device is unavailable.
     """
 
     device: str
@@ -83,26 +83,26 @@ class Told:
     folder: str
 
     def __post_init__(self) -> None:
-        found = current_device().type
-        if found != ("cpu" if self.device == "cpu" else "cuda"):
-            raise RuntimeError(f"wanted {self.device}, found {found}")
+        found_device = current_device().type
+        if found_device != ("cpu" if self.device == "cpu" else "cuda"):
+            raise RuntimeError(f"wanted {self.device}, found {found_device}")
 
     @property
     def is_measured(self) -> bool:
-        """Whether figures count."""
+        """Whether the figures are meaningful."""
         return not self.is_tiny and self.device != "fake"
 
     def recipe(self, model: str, overrides: Sequence[str] = ()) -> Recipe:
-        """A recipe, of a tiny model where that is wanted; nothing is compiled on a CPU, where it
-        takes minutes and is not what is tried."""
-        last = () if self.device == "cuda" else ("compile=false",)
+        """Return a recipe, of a tiny model if `is_tiny`; compiled on a GPU only."""
+        # Compilation takes minutes on a CPU, and is not under test there.
+        last_overrides = () if self.device == "cuda" else ("compile=false",)
         tiny = TINY[model.partition("/")[0]] if self.is_tiny else ()
-        usual = "precision=fp32" if self.device == "cpu" else "precision=bf16"
-        kept = [one for one in overrides if not (self.is_tiny and _is_of_size(one))]
-        return load_recipe(model, [usual, *tiny, *kept, *last])
+        precision = "precision=fp32" if self.device == "cpu" else "precision=bf16"
+        kept_overrides = [one for one in overrides if not (self.is_tiny and _is_of_size(one))]
+        return load_recipe(model, [precision, *tiny, *kept_overrides, *last_overrides])
 
     def lengths(self, wanted: str) -> str:
-        """As `bench_samples` takes them."""
+        """Return the lengths in the form that `bench_samples` accepts."""
         return self.histogram if wanted == NATURAL else wanted
 
 
@@ -121,7 +121,7 @@ def _threads(recipe: Recipe) -> Iterator[None]:
 
 
 def records(recipe: Recipe, samples: Samples, device: torch.device) -> list[StepRecord]:
-    """The engine's own steps on a device."""
+    """Return the records of the engine's own steps on a device."""
     with lone_group(device), _threads(recipe):
         return list(steps_after(*engine(recipe, samples, device), samples, 0))
 
@@ -129,6 +129,7 @@ def records(recipe: Recipe, samples: Samples, device: torch.device) -> list[Step
 def engine(
     recipe: Recipe, samples: Samples, device: torch.device
 ) -> tuple[DividedModel, torch.optim.Optimizer, Loop]:
+    # A fixed length: the recipe's real data set is not there to derive one from.
     endless = recipe.model_copy(update={"steps": 1000, "epochs": None, "tokens": None})
     divided = divided_model(endless, samples.vocabulary, samples.seq_len, device, 1)
     blocks = recipe.workload.blocks(divided.model)
@@ -143,13 +144,13 @@ def steps_after(
     samples: Samples,
     done: int,
 ) -> Iterator[StepRecord]:
-    """The steps after the first `done` ones."""
+    """Return an iterator over the steps after the first `done` ones."""
     run = loop.run(divided.forward_backward, optimizer, samples.steps[done:], Start())
     return (record for record, _ in run)
 
 
 def tensors(divided: DividedModel, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Every tensor of a training state, this rank's part."""
+    """Yield every tensor of a training state, this rank's part."""
     state = training_state(divided.model, optimizer)
     for part in sorted(state):
         for name in sorted(state[part]):
@@ -162,24 +163,27 @@ SMALL = ("workload.num_layers=4", "batch_size=8", "micro_batch_tokens=8192")
 """Overrides of `gpt/125m` for checks."""
 EXACT = ("precision=fp32", "compile=false", "workload.attention=dense", "optimizer.fused=false")
 HEADS = {"bert": (16, 16, False), "gpt": (12, 12, True), "llama": (16, 4, True)}
-"""Heads of the query, of key and value, and whether attention is causal."""
+"""Query heads, key and value heads, and whether attention is causal."""
+# Around powers of two, equal neighbours and a single token: the edge cases of varlen kernels.
 LENGTHS = (512, 511, 300, 300, 128, 65, 64, 63, 7, 1)
 ATTENTION_BF16, LOSS_BF16 = 1e-2, 2e-3
-"""Allowed relative differences, as in `bert_check.py`."""
+"""Tolerated relative differences in bf16."""
+# Optimizers that divide by a square root amplify rounding errors.
 LOSS_FP32 = 1e-3
-"""Over several steps: an optimizer that divides by a root enlarges what rounding does."""
+"""Tolerated relative difference after several steps."""
+# A GPU may add up sums in another order each time.
 RESTORED = 1e-5
-"""Of the loss after a restart; sums on a GPU may be taken in another order each time."""
+"""Tolerated relative difference of the loss after a restart."""
 
 
-def attention_beside_dense(**told: Any) -> Row:
-    """Unpadded attention in bf16 beside dense attention in fp32: results and gradients."""
-    Told(**told)
-    differences = {name: _attention_differs(*shape) for name, shape in HEADS.items()}
-    return _checked(differences, ATTENTION_BF16)
+def attention_beside_dense(**options: Any) -> Row:
+    """Compare unpadded attention in bf16 with dense attention in fp32: results and gradients."""
+    Told(**options)
+    differences = {name: _attention_difference(*shape) for name, shape in HEADS.items()}
+    return _compare_with_tolerance(differences, ATTENTION_BF16)
 
 
-def _attention_differs(heads: int, kv_heads: int, causal: bool) -> float:
+def _attention_difference(heads: int, kv_heads: int, causal: bool) -> float:
     device = current_device()
     torch.manual_seed(0)
     tokens, size = sum(LENGTHS), 64
@@ -198,48 +202,54 @@ def _attention_differs(heads: int, kv_heads: int, causal: bool) -> float:
     return max(relative([ours], [exact]) for ours, exact in pairs)
 
 
-def steps_beside_cpu(**told: Any) -> Row:
-    """Losses and gradient norms of some steps on this device beside those on the CPU, in fp32, for
-    each way of clipping."""
-    Told(**told)
+def steps_beside_cpu(**options: Any) -> Row:
+    """Compare losses and gradient norms of some steps on this device with those on the CPU.
+
+    In fp32, for each clipping method.
+    """
+    Told(**options)
     differences: dict[str, float] = {}
     for model in ("gpt/125m", "bert/base"):
         for clip in ("none", "global_norm", "bucketwise"):
             tiny = TINY[model.partition("/")[0]]
             recipe = load_recipe(model, [*tiny, f"clip.method={clip}", *EXACT])
             samples = bench_samples(recipe, "full", steps=4)
-            here, there = (records(recipe, samples, on) for on in (current_device(), CPU))
+            on_device, on_cpu = (records(recipe, samples, on) for on in (current_device(), CPU))
             for what in ("loss", "gradient_norm"):
                 differences[f"{model}, {clip}, {what}"] = max(
                     abs(getattr(one, what) / getattr(other, what) - 1)
-                    for one, other in zip(here, there, strict=True)
+                    for one, other in zip(on_device, on_cpu, strict=True)
                 )
-    return _checked(differences, LOSS_FP32)
+    return _compare_with_tolerance(differences, LOSS_FP32)
 
 
-def ways_agree(**told: Any) -> Row:
-    """The loss after some steps in bf16: compiled or not, with each way of checkpointing, beside
-    that of fp32 with dense attention."""
-    wanted = Told(**told)
-    sizes = () if wanted.is_tiny else SMALL
-    exact = wanted.recipe("gpt/125m", [*sizes, *EXACT])
+def ways_agree(**options: Any) -> Row:
+    """Compare the bf16 loss after some steps with that of fp32 and dense attention.
+
+    With and without compilation, for each mode of activation checkpointing.
+    """
+    case = Told(**options)
+    sizes = () if case.is_tiny else SMALL
+    exact = case.recipe("gpt/125m", [*sizes, *EXACT])
     samples = bench_samples(exact, "full", steps=3)
     expected = records(exact, samples, current_device())[-1].loss
     differences = {}
     for compiled in ("true", "false"):
         for way in ("none", "selective", "full"):
             overrides = [*sizes, f"compile={compiled}", f"activation_checkpointing={way}"]
-            recipe = wanted.recipe("gpt/125m", overrides)
+            recipe = case.recipe("gpt/125m", overrides)
             loss = records(recipe, samples, current_device())[-1].loss
             differences[f"compile {compiled}, {way}"] = abs(loss / expected - 1)
-    return _checked(differences, LOSS_BF16)
+    return _compare_with_tolerance(differences, LOSS_BF16)
 
 
-def saved_and_loaded(**told: Any) -> Row:
-    """A run that is saved after two steps, and one that goes on from there: the state bit by bit,
-    and the losses of the steps after it."""
-    wanted = Told(**told)
-    recipe = wanted.recipe("gpt/125m", [*(() if wanted.is_tiny else SMALL), *EXACT])
+def saved_and_loaded(**options: Any) -> Row:
+    """Compare a run that is saved after two steps with one that resumes from there.
+
+    The state must be equal bit by bit, and the losses of later steps within `RESTORED`.
+    """
+    case = Told(**options)
+    recipe = case.recipe("gpt/125m", [*(() if case.is_tiny else SMALL), *EXACT])
     samples = bench_samples(recipe, "full", steps=4)
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder, lone_group(current_device()):
@@ -254,59 +264,67 @@ def saved_and_loaded(**told: Any) -> Row:
             samples=second.samples,
             tokens=second.tokens,
         )
-        kept = [tensor.clone() for tensor in tensors(divided, optimizer)]
+        # Copied, as the run continues to train these tensors.
+        saved_tensors = [tensor.clone() for tensor in tensors(divided, optimizer)]
         saver.wait()
         saver.close()
-        through = [record.loss for record in run]
+        # The remaining steps of the first run, without a restart.
+        continued_losses = [record.loss for record in run]
         divided, optimizer, loop = engine(recipe, samples, current_device())
         restore(storage, commits(storage)[0], divided.model, optimizer)
-        pairs = zip(tensors(divided, optimizer), kept, strict=True)
+        pairs = zip(tensors(divided, optimizer), saved_tensors, strict=True)
         is_equal = all(torch.equal(ours, theirs) for ours, theirs in pairs)
-        again = [record.loss for record in steps_after(divided, optimizer, loop, samples, 2)]
+        resumed_losses = [
+            record.loss for record in steps_after(divided, optimizer, loop, samples, 2)
+        ]
     differences = {
         f"loss of step {step}": abs(one / other - 1)
-        for step, one, other in zip((3, 4), again, through, strict=True)
+        for step, one, other in zip((3, 4), resumed_losses, continued_losses, strict=True)
     }
-    row = _checked(differences, RESTORED)
+    row = _compare_with_tolerance(differences, RESTORED)
     return {**row, "state_is_equal": is_equal, "problems": problems} | {
         "is_right": row["is_right"] and is_equal and not problems
     }
 
 
-def streams(**told: Any) -> Row:
-    """Some steps under PyTorch's sanitizer of CUDA streams, which raises where a kernel may read
-    what another stream still writes."""
-    wanted = Told(**told)
+def streams(**options: Any) -> Row:
+    """Run some steps under PyTorch's CUDA stream sanitizer.
+
+    The sanitizer raises if a kernel may read memory that another stream still writes.
+    """
+    case = Told(**options)
     overrides = ["workload.num_layers=4", "batch_size=4", "micro_batch_tokens=4096"]
-    recipe = wanted.recipe("gpt/125m", [*overrides, "compile=false"])
+    recipe = case.recipe("gpt/125m", [*overrides, "compile=false"])
     samples = bench_samples(recipe, "full", steps=3)
     return {"loss": records(recipe, samples, current_device())[-1].loss}
 
 
-def bert_agrees(*, model: str, lengths: str, **told: Any) -> Row:
-    """BERT's losses and gradients, unpadded beside dense, compiled beside eager."""
-    wanted = Told(**told)
-    sizes = TINY["bert"] if wanted.is_tiny else ("batch_size=16",)
-    overrides = [*sizes, *(("compile=false",) if wanted.device == "cpu" else ())]
-    checks = check(model, overrides, wanted.lengths(lengths))
+def bert_agrees(*, model: str, lengths: str, **options: Any) -> Row:
+    """Compare BERT's losses and gradients: unpadded with dense, compiled with eager."""
+    case = Told(**options)
+    sizes = TINY["bert"] if case.is_tiny else ("batch_size=16",)
+    overrides = [*sizes, *(("compile=false",) if case.device == "cpu" else ())]
+    checks = check(model, overrides, case.lengths(lengths))
     return {"checks": checks, "is_right": not list(failures(model, checks))}
 
 
-def _checked(differences: dict[str, float], tolerance: float) -> Row:
-    """NaN is not right."""
+def _compare_with_tolerance(differences: dict[str, float], tolerance: float) -> Row:
+    """Return a row that is right if all differences are within the tolerance."""
+    # NaN fails, too: it compares as False.
     is_right = all(difference <= tolerance for difference in differences.values())
     return {"differences": differences, "tolerance": tolerance, "is_right": is_right}
 
 
+# Several micro-batches, so that the optimizer's share of the time is as small as in training.
 TOKENS = 131_072
-"""Of a step: several micro-batches, so that the update counts as little as in training."""
+"""Tokens of a step."""
 WARM_UP, STEPS = 3, 8
 TRACED_AFTER = 3
 
 
-def machine(**told: Any) -> Row:
-    """The machine and its software."""
-    Told(**told)
+def machine(**options: Any) -> Row:
+    """Return a description of the machine and its software."""
+    Told(**options)
     device = current_device()
     about: Row = {
         "device": device_name(device),
@@ -330,25 +348,25 @@ def steps(
     padded: bool = False,
     aim: float | None = None,
     published: float | None = None,
-    **told: Any,
+    **options: Any,
 ) -> Row:
-    """`elastrata bench step`, with the memory that the plan has for it.
+    """Measure steps as `elastrata bench step` does, with the planner's memory estimate.
 
     Args:
-        model: its recipe.
-        overrides: of it.
-        lengths: of the samples.
-        padded: whether they are padded, with dense attention, as most code trains.
-        aim: the MFU that is hoped for.
-        published: sequences per second to compare with.
-        told: see `Told`.
+        model: name of the recipe.
+        overrides: overrides of the recipe.
+        lengths: lengths of the samples.
+        padded: whether samples are padded and attention is dense, as in most training code.
+        aim: target MFU.
+        published: published sequences per second to compare with.
+        options: see `Told`.
     """
-    wanted = Told(**told)
-    recipe = wanted.recipe(model, [*_samples_of_a_step(wanted, model), *overrides])
-    histogram = wanted.lengths(lengths)
+    case = Told(**options)
+    recipe = case.recipe(model, [*_batch_size_override(case, model), *overrides])
+    histogram = case.lengths(lengths)
     if padded:
         recipe = padded_recipe(recipe, histogram)
-    counts = (WARM_UP, STEPS) if wanted.is_measured else (1, 2)
+    counts = (WARM_UP, STEPS) if case.is_measured else (1, 2)
     samples = bench_samples(recipe, histogram, steps=sum(counts))
     plan, allocated = _plan_bytes(recipe, samples)
     row: Row = {"layers": recipe.workload.num_layers, "precision": recipe.precision} | {
@@ -358,10 +376,11 @@ def steps(
         "plan_allocated_bytes": round(allocated),
         "aim": aim,
     }
-    _refuse_what_cannot_fit(plan)
+    _check_memory(plan)
     is_padded = isinstance(recipe.workload, PaddedBert)
     with attention_by(padded_attention) if is_padded else nullcontext():
         figures = asdict(measure_steps(recipe, samples, warm_up=counts[0]))
+    # The row of the case `machine` has it.
     del figures["mfu_convention"]
     row |= {**figures, "allocated_bytes": figures.pop("peak_memory_bytes")}
     if current_device().type == "cuda":
@@ -372,17 +391,19 @@ def steps(
     return row
 
 
-def _samples_of_a_step(wanted: Told, model: str) -> list[str]:
-    if wanted.is_tiny or not model.startswith("gpt/"):
+def _batch_size_override(case: Told, model: str) -> list[str]:
+    if case.is_tiny or not model.startswith("gpt/"):
         return []
     recipe = load_recipe(model, [])
-    tokens = TOKENS if wanted.is_measured else 2 * recipe.micro_batch_tokens
+    tokens = TOKENS if case.is_measured else 2 * recipe.micro_batch_tokens
     return [f"batch_size={tokens // recipe.data.prepare.seq_len}"]
 
 
 def _plan_bytes(recipe: Recipe, samples: Samples) -> tuple[float, float]:
-    """The plan's memory of a step on one device; and without what it has for the driver and for
-    the allocator."""
+    """Return the planned memory of a step on one device, total and allocated by tensors only.
+
+    The latter excludes the planner's allowances for the driver and for fragmentation.
+    """
     device = current_device()
     name = device_name(device) if device.type == "cuda" else "CPU"
     spec = model_spec(recipe.workload, samples.vocabulary, samples.seq_len)
@@ -395,23 +416,25 @@ def _plan_bytes(recipe: Recipe, samples: Samples) -> tuple[float, float]:
     return planned, (planned - choices.cluster.device.reserved_bytes) / wasted
 
 
-def _refuse_what_cannot_fit(plan: float) -> None:
-    """Minutes of building and compiling are not spent on what is to run out of memory anyway."""
+def _check_memory(plan: float) -> None:
+    """Raise OutOfMemoryError if the plan exceeds the free memory by more than 10%."""
     if current_device().type == "cuda":
+        # Saves minutes of building and compiling a model that would run out of memory anyway.
         free, _ = torch.cuda.mem_get_info()
         if plan > 1.1 * free:
             raise torch.OutOfMemoryError(f"the plan has {plan:.4g} bytes, {free:.4g} are free")
 
 
-def trace(*, model: str, overrides: Sequence[str], lengths: str, **told: Any) -> Row:
-    """A profile of one step of two micro-batches: its trace as a file, and the longest kernels."""
-    wanted = Told(**told)
-    recipe = wanted.recipe(model, overrides)
+def trace(*, model: str, overrides: Sequence[str], lengths: str, **options: Any) -> Row:
+    """Profile one step of two micro-batches: write a trace file and return the longest kernels."""
+    case = Told(**options)
+    recipe = case.recipe(model, overrides)
+    # Natural samples have about 256 tokens on average.
     mean = recipe.data.prepare.seq_len if lengths == "full" else 256
     size = max(2, 2 * recipe.micro_batch_tokens // mean)
-    recipe = recipe.model_copy(update={"batch_size": size} if not wanted.is_tiny else {})
-    samples = bench_samples(recipe, wanted.lengths(lengths), steps=TRACED_AFTER + 1)
-    file = Path(wanted.folder, f"trace-{model.replace('/', '-')}.json.gz")
+    recipe = recipe.model_copy(update={"batch_size": size} if not case.is_tiny else {})
+    samples = bench_samples(recipe, case.lengths(lengths), steps=TRACED_AFTER + 1)
+    file = Path(case.folder, f"trace-{model.replace('/', '-')}.json.gz")
     with lone_group(current_device()):
         run = steps_after(*engine(recipe, samples, current_device()), samples, 0)
         for _ in range(TRACED_AFTER):
@@ -420,6 +443,7 @@ def trace(*, model: str, overrides: Sequence[str], lengths: str, **told: Any) ->
             record = next(run)
             _wait()
     profiled.export_chrome_trace(str(file))
+    # Sorted by the time on the device: the host only launches kernels.
     by = "self_device_time_total" if current_device().type == "cuda" else "self_cpu_time_total"
     events = sorted(profiled.key_averages(), key=lambda event: -getattr(event, by))[:15]
     longest = [
@@ -434,19 +458,19 @@ def _activities() -> list[ProfilerActivity]:
     return [ProfilerActivity.CPU, *on_device]
 
 
-def two_four_products(*, model: str, **told: Any) -> Row:
-    """Every layer's products with 2:4 kernels beside dense ones."""
-    wanted = Told(**told)
-    repeats = 1 if wanted.is_tiny else 20
-    found = products(wanted.recipe(model), repeats, lambda function, *args: function(*args))
-    return {"products": list(found)}
+def two_four_products(*, model: str, **options: Any) -> Row:
+    """Compare every layer's products with 2:4 kernels with dense ones."""
+    case = Told(**options)
+    repeats = 1 if case.is_tiny else 20
+    rows = products(case.recipe(model), repeats, lambda function, *args: function(*args))
+    return {"products": list(rows)}
 
 
-def clip_beside(*, model: str, overrides: Sequence[str], lengths: str, **told: Any) -> Row:
-    """The share of clipping that lies beside other work."""
-    wanted = Told(**told)
-    recipe = wanted.recipe(model, overrides)
-    return {"clip": profiled_clip(recipe, wanted.lengths(lengths))}
+def clip_beside(*, model: str, overrides: Sequence[str], lengths: str, **options: Any) -> Row:
+    """Measure the share of clipping that overlaps other work."""
+    case = Told(**options)
+    recipe = case.recipe(model, overrides)
+    return {"clip": profiled_clip(recipe, case.lengths(lengths))}
 
 
 def _wait() -> None:

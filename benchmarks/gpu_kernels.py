@@ -1,4 +1,4 @@
-"""Kernels, checked and measured: dense BERT, clipping beside other work, 2:4 products."""
+"""Kernels, checked and measured: dense BERT attention, overlap of clipping, 2:4 products."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.shapes import Kernel
 
 Attention = Callable[..., Tensor]
-"""As `elastrata_workloads.unpadded.attention`; these two know one kernel, and no
-windows."""
+"""Functions with the signature of `elastrata_workloads.unpadded.attention`, with one kernel and
+without windows."""
 
 
 @contextmanager
 def attention_by(form: Attention) -> Iterator[None]:
-    """Models made or run in its block attend by `form`."""
+    """Replace the attention function of all models within the block by `form`."""
+    # Blocks look this name up in their module at every call.
     ours = self_attention.attention
     self_attention.attention = form
     try:
@@ -69,7 +70,7 @@ def dense_attention(
     kernel: Kernel = "auto",
     **_: object,
 ) -> Tensor:
-    """Pads [T, H, D] to [G, H, L, D], attends with a mask, and takes the padding out again."""
+    """Pad [T, H, D] to [G, H, L, D], attend with a mask, and remove the padding again."""
     longest = max(segments.lengths)
     mask = length_mask(segments.lengths, longest).to(query.device)
     places = mask.flatten().nonzero().squeeze(1)
@@ -79,7 +80,7 @@ def dense_attention(
 
 
 def length_mask(lengths: tuple[int, ...], longest: int) -> Tensor:
-    """Shape [G, L]: where tokens are real."""
+    """Return a mask of shape [G, L], true for real tokens."""
     return torch.arange(longest) < torch.tensor(lengths)[:, None]
 
 
@@ -90,10 +91,10 @@ def _padded(x: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PaddedSegments(Segments):
-    """Samples that all have L positions."""
+    """Segments of padded samples, which all have L positions."""
 
     mask: Tensor
-    """Shape [G, 1, 1, L]: where tokens are real."""
+    """Shape [G, 1, 1, L]: true for real tokens."""
 
 
 def padded_attention(
@@ -104,7 +105,7 @@ def padded_attention(
     kernel: Kernel = "auto",
     **_: object,
 ) -> Tensor:
-    """Over tokens that are padded already: one dense call."""
+    """Return the attention over already padded tokens, by one dense call."""
     shape = (segments.mask.shape[0], segments.mask.shape[3])
     q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=segments.mask)
@@ -116,7 +117,7 @@ class PaddedBatch(BertBatch):
     """A micro-batch whose samples are padded to L positions."""
 
     mask: Tensor
-    """Shape [G, 1, 1, L]: where tokens are real."""
+    """Shape [G, 1, 1, L]: true for real tokens."""
 
     @property
     def segments(self) -> PaddedSegments:
@@ -132,8 +133,10 @@ class PaddedBert(Bert):
 
 
 def pad(batch: BertBatch, length: int, pad_id: int) -> PaddedBatch:
-    """A batch with equal samples and predictions, every sample with `length` positions. For masked
-    language modelling alone, without dropout."""
+    """Return the batch with every sample padded to `length` positions.
+
+    Only for masked language modelling without dropout.
+    """
     mask = length_mask(batch.segment_lengths, length)
     samples = len(mask)
     places = mask.flatten().nonzero().squeeze(1)
@@ -156,17 +159,22 @@ def pad(batch: BertBatch, length: int, pad_id: int) -> PaddedBatch:
 
 
 def padded_recipe(recipe: Recipe, histogram: str) -> Recipe:
-    """A recipe with padded samples, and micro-batches of as many positions."""
+    """Return a recipe with padded samples and equally many positions per micro-batch."""
     counts = read_histogram(histogram)
     mean = sum(length * count for length, count in enumerate(counts)) / sum(counts)
     length = recipe.workload.max_positions
+    # The budget counts real tokens; padded, they become about `micro_batch_tokens` positions.
     budget = max(length, round(recipe.micro_batch_tokens * mean / length))
     workload = PaddedBert(**recipe.workload.model_dump())
     return recipe.model_copy(update={"workload": workload, "micro_batch_tokens": budget})
 
 
 ATTENDING = ".attention.self."
-"""In the names of the parameters that make query, key and value."""
+"""Part of the names of the parameters that compute query, key and value."""
+# Measured on a CPU: attention differs by 2e-3 in bf16. Gradients of 24 layers in bf16 differ by
+# 3e-2 from those in fp32, which bounds what compilation may change. In fp32 they differ by 4e-7; an
+# error in which one sample of eight attends to its neighbour gave 4e-2 to 8e-2. So bf16 reveals
+# gross errors of the model, attention alone and fp32 the subtle ones.
 TOLERANCES = {
     "attention bf16": 1e-2,
     "loss bf16": 2e-3,
@@ -175,18 +183,15 @@ TOLERANCES = {
     "loss fp32": 1e-5,
     "gradient fp32": 1e-4,
 }
-"""Seen on a CPU: attention 2e-3 in bf16; gradients of 24 layers in bf16 3e-2 from those in fp32,
-which bounds what compilation may change; in fp32 4e-7, where one sample of eight that attends to
-its neighbour, too, made 4e-2 to 8e-2. So bf16 shows gross mistakes of the model, attention alone
-and fp32 the fine ones."""
+"""Tolerated relative differences, by quantity and precision."""
 
 
 def check(name: str, overrides: Sequence[str], lengths: str) -> dict[str, Any]:
-    """All differences of a recipe's first step, each with its tolerance.
+    """Return all differences of a recipe's first step, each with its tolerance.
 
     Args:
-        name: of the recipe.
-        overrides: of its keys; with as many samples as are to be looked at.
+        name: name of the recipe.
+        overrides: overrides of its keys, such as the number of samples to compare.
         lengths: see `bench_samples`.
     """
     recipe = _with_sharp_attention(load_recipe(name, overrides))
@@ -206,23 +211,24 @@ def check(name: str, overrides: Sequence[str], lengths: str) -> dict[str, Any]:
 
 
 def _with_sharp_attention(recipe: Recipe) -> Recipe:
-    """Initial weights so large that scores differ by about 1; else all tokens count alike, and a
-    mistake hardly shows."""
+    """Return the recipe with initial weights so large that scores differ by about 1."""
+    # With the usual small weights all tokens count alike, and errors in attention hardly show.
     spread = recipe.workload.hidden_size**-0.5
     workload = recipe.workload.model_copy(update={"initializer_range": spread})
     return recipe.model_copy(update={"workload": workload})
 
 
 def failures(name: str, checks: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """A line for each difference above its tolerance; one that is not a number is."""
+    """Yield a line for each difference above its tolerance, or not a number."""
     for what, one in checks.items():
+        # Not `>`, so that NaN counts as a failure.
         if not one["difference"] <= one["tolerance"]:
             limit = f"expected at most {one['tolerance']:g}"
             yield f"{name}: {what}: {one['difference']:.3g}, {limit}"
 
 
 def relative(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """The 2-norm of all differences over that of all that is wanted."""
+    """Return the 2-norm of all differences over the 2-norm of all expected values."""
     differences = torch.stack([(f - w).norm() for f, w in zip(found, wanted, strict=True)])
     return float((differences.norm() / torch.stack([w.norm() for w in wanted]).norm()).detach())
 
@@ -230,7 +236,7 @@ def relative(found: list[Tensor], wanted: list[Tensor]) -> float:
 def attention_and_gradients(
     form: Attention, inputs: list[Tensor], segments: Segments, dtype: torch.dtype
 ) -> list[Tensor]:
-    """The output, and the gradients of query, key and value."""
+    """Return the output, and the gradients of query, key and value."""
     query, key, value, weight = (x.to(dtype) for x in inputs)
     leaves = [x.requires_grad_() for x in (query, key, value)]
     out = form(*leaves, segments)
@@ -238,31 +244,34 @@ def attention_and_gradients(
 
 
 def check_attention(lengths: tuple[int, ...], heads: int, head_size: int) -> dict[str, float]:
-    """Unpadded attention beside dense attention, each of the four tensors by itself."""
+    """Compare unpadded with dense attention; return the largest difference of the four tensors."""
     device = current_device()
     torch.manual_seed(0)
     shape = (sum(lengths), heads, head_size)
+    # Query, key, value, and the gradient of the output.
     inputs = [torch.randn(shape, device=device) for _ in range(4)]
     ends = torch.tensor(lengths).cumsum(0)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32)
     segments = Segments(offsets, lengths, max(lengths))
-    found = {}
+    differences = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         ours, dense = (
             attention_and_gradients(form, inputs, segments, dtype)
             for form in (attention, dense_attention)
         )
-        found[f"attention {name}"] = max(
+        differences[f"attention {name}"] = max(
             relative([one], [other]) for one, other in zip(ours, dense, strict=True)
         )
-    return found
+    return differences
 
 
 def loss_and_gradients(
     recipe: Recipe, samples: Samples, form: Attention = attention
 ) -> tuple[float, list[Tensor]]:
-    """The loss of the first step, and the gradients of the weights of query, key and value, which
-    show a mistake in attention best; through the engine's sharded model."""
+    """Return the first step's loss and the gradients of the query, key and value weights.
+
+    These gradients reveal an error in attention best. Computed through the engine's sharded model.
+    """
     device, workload = current_device(), recipe.workload
     with lone_group(device), attention_by(form):
         model = divided_model(recipe, samples.vocabulary, samples.seq_len, device, 1).model
@@ -288,20 +297,20 @@ def _whole(gradient: Tensor) -> Tensor:
 
 
 def check_model(recipe: Recipe, samples: Samples) -> dict[str, float]:
-    """Loss and gradient of the first step, computed in other ways, and how far they are apart."""
-    found = {}
+    """Compare loss and gradient of the first step, computed in several ways."""
+    differences = {}
     for precision in ("bf16", "fp32"):
         eager = recipe.model_copy(update={"precision": precision, "compile": False})
         loss, gradients = loss_and_gradients(eager, samples)
         compiled = eager.model_copy(update={"compile": True})
-        others = {
+        variants = {
             "unpadded against dense": loss_and_gradients(eager, samples, dense_attention),
             "eager against compiled": loss_and_gradients(compiled, samples),
         }
-        for what, (other_loss, other_gradients) in others.items():
-            found[f"loss {precision}, {what}"] = abs(loss - other_loss) / other_loss
-            found[f"gradient {precision}, {what}"] = relative(gradients, other_gradients)
-    return found
+        for what, (other_loss, other_gradients) in variants.items():
+            differences[f"loss {precision}, {what}"] = abs(loss - other_loss) / other_loss
+            differences[f"gradient {precision}, {what}"] = relative(gradients, other_gradients)
+    return differences
 
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -319,7 +328,7 @@ class _Launch:
 
 
 class RangedClip:
-    """A clip whose end, too, has a name in a profile."""
+    """A clip whose work after the backward pass also has a name in profiles."""
 
     def __init__(self, clip: Clip) -> None:
         self._clip = clip
@@ -333,7 +342,7 @@ class RangedClip:
 
 
 def profiled_clip(recipe: Recipe, lengths: str) -> dict[str, Any]:
-    """The share of clipping beside other work in one step."""
+    """Return the share of clipping that overlaps other work in one step."""
     length = {"steps": 100, "epochs": None, "tokens": None}  # whatever the recipe's data would make
     recipe = recipe.model_copy(update=length)
     device, workload = current_device(), recipe.workload
@@ -361,17 +370,18 @@ def profiled_clip(recipe: Recipe, lengths: str) -> dict[str, Any]:
 
 
 def clip_overlap(events: Sequence[Mapping[str, Any]], range_name: str) -> dict[str, Any]:
-    """The time of the ranges of that name in the trace of one step.
+    """Return the duration and overlap of the named ranges in the trace of one step.
 
     Args:
         events: `traceEvents` of a Chrome trace.
-        range_name: of `record_function` around clipping.
+        range_name: name of `record_function` around clipping.
     """
     timed = [event for event in events if event.get("ph") == "X"]
     ranges = _by_thread(e for e in timed if e.get("name") == range_name and _on_host(e))
     kernels = [event for event in timed if event.get("cat") in _DEVICE]
     if kernels:
-        return _of_kernels(timed, kernels, ranges)
+        # On a GPU, the kernels that the ranges launched are counted, not the ranges on the host.
+        return _kernel_overlap(timed, kernels, ranges)
     backward = [_interval(e) for e in timed if str(e.get("name", "")).startswith(_BACKWARD)]
     clips = merged(interval for of_thread in ranges.values() for interval in of_thread)
     window = [(min(start for start, _ in backward), max(end for _, end in backward))]
@@ -382,7 +392,7 @@ def clip_overlap(events: Sequence[Mapping[str, Any]], range_name: str) -> dict[s
     }
 
 
-def _of_kernels(
+def _kernel_overlap(
     timed: Sequence[Mapping[str, Any]],
     kernels: Sequence[Mapping[str, Any]],
     ranges: Mapping[Any, list[Interval]],
@@ -395,7 +405,8 @@ def _of_kernels(
     clips, communication, computing = [], [], []
     for kernel in kernels:
         launch = launches.get(kernel["args"].get("correlation"))
-        if launch and _inside(launch.time, ranges.get(launch.thread, [])):
+        # A kernel belongs to the range in which the host launched it.
+        if launch and _is_inside(launch.time, ranges.get(launch.thread, [])):
             clips.append(_interval(kernel))
         elif "nccl" in kernel["name"].lower():
             communication.append(_interval(kernel))
@@ -414,8 +425,10 @@ def _of_kernels(
 
 
 def share(parts: Sequence[Interval], others: Iterable[Interval]) -> float | None:
-    """The share of the parts' time, 0 to 1, in which one of the others is there too. None where the
-    parts have no time."""
+    """Return the share of the parts' time, 0 to 1, that overlaps one of the others.
+
+    None if the parts have no duration.
+    """
     whole, parts, others = length(parts), merged(parts), merged(others)
     both, place = 0.0, 0
     for start, end in parts:
@@ -429,30 +442,30 @@ def share(parts: Sequence[Interval], others: Iterable[Interval]) -> float | None
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """In order, those that touch made one."""
-    found: list[Interval] = []
+    """Return the intervals in order, with touching ones merged."""
+    disjoint: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = (disjoint[-1][0], max(end, disjoint[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            disjoint.append((start, end))
+    return disjoint
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """The length of all intervals, those that overlap counted once."""
+    """Return the total length of all intervals; overlaps count once."""
     return sum(end - start for start, end in merged(intervals))
 
 
 def _by_thread(events: Iterable[Mapping[str, Any]]) -> dict[Any, list[Interval]]:
-    found: dict[Any, list[Interval]] = {}
+    intervals_by_thread: dict[Any, list[Interval]] = {}
     for event in events:
-        found.setdefault(event.get("tid"), []).append(_interval(event))
-    return {thread: merged(intervals) for thread, intervals in found.items()}
+        intervals_by_thread.setdefault(event.get("tid"), []).append(_interval(event))
+    return {thread: merged(intervals) for thread, intervals in intervals_by_thread.items()}
 
 
-def _inside(time: float, intervals: Sequence[Interval]) -> bool:
-    """Whether it lies in one of the intervals, which are merged."""
+def _is_inside(time: float, intervals: Sequence[Interval]) -> bool:
+    """Return whether a time is in one of the merged intervals."""
     place = bisect.bisect_right(intervals, (time, float("inf"))) - 1
     return place >= 0 and time <= intervals[place][1]
 
@@ -465,6 +478,7 @@ def _on_host(event: Mapping[str, Any]) -> bool:
     return event.get("cat") in ("user_annotation", "cpu_op")
 
 
+# Values of torch's switch `_FORCE_CUTLASS`.
 LIBRARIES = {"cusparselt": False, "cutlass": True}
 ROUNDS = 9
 
@@ -472,12 +486,12 @@ ROUNDS = 9
 def products(
     recipe: Recipe, repeats: int, run: Callable[..., dict[str, float]]
 ) -> Iterator[dict[str, Any]]:
-    """A case for every shape of layer and library.
+    """Yield a row for every layer shape and library.
 
     Args:
-        recipe: its model and the tokens of its micro-batches.
-        repeats: calls that are timed together.
-        run: calls `products_of` with its arguments, in a process of its own or not.
+        recipe: its model, and the tokens of its micro-batches.
+        repeats: number of calls that are timed together.
+        run: calls `products_of` with its arguments, in a new process or not.
     """
     shapes = {shape: name for name, shape in reversed(layer_shapes(recipe.workload).items())}
     tokens = recipe.micro_batch_tokens
@@ -500,7 +514,7 @@ def _ratio(seconds: dict[str, float], what: str) -> float:
 def products_of(
     rows: int, columns: int, tokens: int, library: str, repeats: int
 ) -> dict[str, float]:
-    """Seconds of one layer's products."""
+    """Return the seconds of one layer's products."""
     SparseSemiStructuredTensor._FORCE_CUTLASS = LIBRARIES[library]
     device = current_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -509,10 +523,10 @@ def products_of(
     weight.masked_fill_(zero["layer"], 0.0).requires_grad_()
     inputs = torch.randn(tokens, columns, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn(tokens, rows, device=device, dtype=dtype)
-    packed = _packed(weight.detach())
+    packed = _compress(weight.detach())
     error = (F.linear(inputs.detach(), packed) - F.linear(inputs.detach(), weight.detach())).abs()
 
-    def both(forward: Callable[..., Tensor]) -> Callable[[], Any]:
+    def forward_backward(forward: Callable[..., Tensor]) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(
             forward(inputs, weight, None), (inputs, weight), gradient, allow_unused=True
         )
@@ -521,34 +535,35 @@ def products_of(
         seconds = {
             "dense_forward": seconds_of(lambda: F.linear(inputs, weight), repeats),
             "sparse_forward": seconds_of(lambda: F.linear(inputs, packed), repeats),
-            "compress": seconds_of(lambda: _packed(weight), repeats),
+            "compress": seconds_of(lambda: _compress(weight), repeats),
         }
-    seconds["dense_forward_backward"] = seconds_of(both(F.linear), repeats)
-    seconds["sparse_forward_backward"] = seconds_of(both(_sparse), repeats)
+    seconds["dense_forward_backward"] = seconds_of(forward_backward(F.linear), repeats)
+    seconds["sparse_forward_backward"] = seconds_of(forward_backward(_sparse_linear), repeats)
     return {**seconds, "largest_difference": float(error.max())}
 
 
-def _sparse(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = SemiStructured.apply(inputs, weight, bias, _packed)  # type: ignore[no-untyped-call]
+def _sparse_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = SemiStructured.apply(inputs, weight, bias, _compress)  # type: ignore[no-untyped-call]
     return out
 
 
-def _packed(weight: Tensor) -> Tensor:
-    """The weight that the kernels multiply; the weight itself on a CPU, which has none."""
+def _compress(weight: Tensor) -> Tensor:
+    """Return the compressed weight for the kernels, or on a CPU, which has none, the weight
+    itself."""
     return weight if weight.device.type == "cpu" else compressed(weight)
 
 
 def seconds_of(function: Callable[[], Any], repeats: int) -> float:
-    """The seconds of one call: the median of several rounds."""
+    """Return the seconds of one call, the median of several rounds."""
     rounds = []
     for number in range(ROUNDS + 1):
         _wait()
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         for _ in range(repeats):
             function()
         _wait()
         if number:  # the first warms up
-            rounds.append((time.perf_counter() - began) / repeats)
+            rounds.append((time.perf_counter() - start_time) / repeats)
     return statistics.median(rounds)
 
 

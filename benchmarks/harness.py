@@ -1,4 +1,4 @@
-"""What benchmarks share: processes of their own, results with versions and machine, and texts."""
+"""Shared parts of the benchmarks: processes, results with versions and machine, and texts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 def trained_alone(recipe: Recipe, folder: Path) -> Path:
-    """Trains a run to its end, unless that is done; returns its folder.
+    """Train a run to its end unless it is already finished; return its folder.
 
     Args:
-        recipe: of the run, with held-out data.
-        folder: of the run; beside it lies a mark of the end.
+        recipe: the run's recipe, with held-out data.
+        folder: the run's folder; an empty file next to it, with the suffix `.done`, marks the end.
     """
     import torch
 
@@ -40,20 +40,21 @@ def trained_alone(recipe: Recipe, folder: Path) -> Path:
     from elastrata.sweeps.trial import LoneTrial
     from elastrata_pipelines.storage import Storage
 
-    done = folder.with_name(f"{folder.name}.done")
-    if done.exists():
+    end_marker = folder.with_name(f"{folder.name}.done")
+    if end_marker.exists():
         return folder
     with lone_group(torch.device("cpu")):
         trial = LoneTrial(recipe, Storage(str(folder)))
         while (report := trial.report()).state == "running":
             print(f"{folder.name}: step {report.step}: {report.metrics}", flush=True)
         trial.close()
-    done.touch()
+    end_marker.touch()
     return folder
 
 
 def apart(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a function in a new process, whose memory and compiled code are its own."""
+    """Return the result of a function in a new process, with its own memory and compiled code."""
+    # Not forked: a forked process would inherit threads, memory and compiled code.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *args).result()
@@ -62,8 +63,10 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
 def on_ranks(
     ranks: int, function: Callable[..., Any], *args: Any, backend: str = "gloo"
 ) -> list[Any]:
-    """The results of `function(rank, *args)` on each of some new ranks of one process group, of one
-    thread each; with NCCL each has its GPU."""
+    """Return the results of `function(rank, *args)` on each rank of a new process group.
+
+    Each rank is a process with one thread; with NCCL each has its own GPU.
+    """
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
@@ -86,6 +89,7 @@ def _on_rank(
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    # A file as rendezvous, which needs no free port.
     where = f"file://{folder}/store"
     dist.init_process_group(backend, init_method=where, rank=rank, world_size=ranks)
     torch.save(function(rank, *args), folder / str(rank))
@@ -94,31 +98,31 @@ def _on_rank(
 
 
 def last_line(command: Sequence[str | Path], **environment: str) -> Any:
-    """The JSON value that a command prints as its last line.
+    """Return the JSON value that a command prints as its last line.
 
     Raises:
-        RuntimeError: it failed; with the end of what it wrote to stderr.
+        RuntimeError: the command failed; the message has the end of its stderr.
     """
-    done = subprocess.run(
+    process = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, encoding="utf-8"
     )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, command))}:\n{done.stderr[-4000:]}")
-    lines = done.stdout.strip().splitlines()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}:\n{process.stderr[-4000:]}")
+    lines = process.stdout.strip().splitlines()
     return json.loads(lines[-1]) if lines else None
 
 
 def elastrata(*arguments: str) -> dict[str, Any]:
-    """The result of a command of `elastrata`; what it shows people goes to stderr."""
-    done = subprocess.run(
+    """Return the result of an `elastrata` command; its messages to the user go to stderr."""
+    process = subprocess.run(
         ["elastrata", *arguments, "--json"], check=True, stdout=subprocess.PIPE, encoding="utf-8"
     )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return result
 
 
 def trained_steps(recipe: str, *overrides: str) -> list[Any]:
-    """The steps of a run by `elastrata train`, whose folder goes away again."""
+    """Return the steps of an `elastrata train` run whose folder is removed afterwards."""
     from elastrata.run import history
     from elastrata_pipelines.storage import Storage
 
@@ -128,7 +132,7 @@ def trained_steps(recipe: str, *overrides: str) -> list[Any]:
 
 
 def versions_in(python: Path, packages: Sequence[str]) -> Mapping[str, str]:
-    """The versions of packages in another environment, by the path of its Python."""
+    """Return the versions of packages in another environment, given by its Python."""
     code = (
         "import json, sys; from importlib.metadata import version; "
         "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
@@ -143,11 +147,11 @@ RESULTS = Path(__file__).parent / "results"
 def parser_of(
     doc: str | None, *, rounds: int | None = None, wikitext: bool = False
 ) -> argparse.ArgumentParser:
-    """A parser that says what the benchmark's first line says.
+    """Return a parser whose description is the first line of the benchmark's docstring.
 
     Args:
-        doc: the docstring of the benchmark.
-        rounds: the default of `--rounds`, where there is that option.
+        doc: docstring of the benchmark.
+        rounds: default of `--rounds`; None: no such option.
         wikitext: whether the first argument is the folder of WikiText.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
@@ -161,7 +165,7 @@ def parser_of(
 
 @contextmanager
 def scratch_folder(wanted: Path | None = None) -> Iterator[Path]:
-    """The folder that is wanted, made where it is not there, or one that goes away again."""
+    """Yield `wanted`, created if missing, or a temporary folder."""
     if wanted:
         wanted.mkdir(parents=True, exist_ok=True)
         yield wanted
@@ -171,44 +175,48 @@ def scratch_folder(wanted: Path | None = None) -> Iterator[Path]:
 
 
 def medians(rounds: Sequence[Mapping[str, float]], digits: int | None = None) -> dict[str, float]:
-    """The median over the rounds of every figure of the first one, rounded to some digits."""
-    found = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    """Return the median over the rounds of every figure in the first round, rounded to `digits`."""
+    values = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     if digits is None:
-        return found
-    return {name: round(value, digits) for name, value in found.items()}
+        return values
+    return {name: round(value, digits) for name, value in values.items()}
 
 
 def cpu_milliseconds(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median CPU time of each, taken turn by turn in random order, after a round that warms up.
+    """Return the median CPU time of each function, after a warm-up round.
 
-    CPU time of the process, because a busy machine stretches the time on the clock.
+    In every round the functions run in random order.
     """
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+    times_by_name: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)
     for _ in range(rounds + 1):
         for name in order.sample(list(runs), len(runs)):
-            began = time.process_time()
+            # CPU time of the process: on a busy machine wall-clock time is longer.
+            start_time = time.process_time()
             runs[name]()
-            taken[name].append(1e3 * (time.process_time() - began))
-    return {name: statistics.median(times[1:]) for name, times in taken.items()}
+            times_by_name[name].append(1e3 * (time.process_time() - start_time))
+    return {name: statistics.median(times[1:]) for name, times in times_by_name.items()}
 
 
 def of_version(checkout: Path | None, *arguments: str) -> Any:
-    """The JSON value that this very script prints last, where it is run with these arguments and
-    the Elastrata in a checkout, such as one that `git worktree add` made; None: with this one."""
+    """Run this script with another version of Elastrata and return its last line as JSON.
+
+    `checkout` is a folder such as one that `git worktree add` creates; None: this version.
+    """
     paths = [str(checkout / folder) for folder in _FOLDERS] if checkout else []
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, sys.argv[0], *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         check=True,
         capture_output=True,
         encoding="utf-8",
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def picture(width: float, height: float) -> Any:
-    """An empty matplotlib figure of so many inches."""
+    """Return an empty matplotlib figure of this size in inches."""
+    # Without pyplot: it keeps figures open and may need a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -218,10 +226,10 @@ def picture(width: float, height: float) -> Any:
 
 
 def known_result(name: str) -> dict[str, Any]:
-    """The figures of `results/<name>.json`, where an earlier run left it."""
+    """Return the figures of `results/<name>.json` from an earlier run, or an empty dictionary."""
     path = RESULTS / f"{name}.json"
-    known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {key: value for key, value in known.items() if key not in _ABOUT}
+    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {key: value for key, value in stored.items() if key not in _ABOUT}
 
 
 _FOLDERS = ("platform", "workloads", "pipelines")
@@ -229,15 +237,14 @@ _ABOUT = ("command", "machine", "versions")
 
 
 def write_result(name: str, figures: Mapping[str, Any], packages: Sequence[str]) -> None:
-    """Prints figures and writes them to `results/<name>.json`, with command, machine and versions.
-
-    Of absolute paths on the command line only the last part is kept.
+    """Print figures and write them to `results/<name>.json`, with command, machine and versions.
 
     Args:
-        name: of the benchmark's file.
-        figures: JSON values; `machine` among them replaces that of this machine.
-        packages: those whose versions matter.
+        name: name of the benchmark's file.
+        figures: JSON values; a key `machine` replaces the description of this machine.
+        packages: packages whose versions are recorded.
     """
+    # Results are published: absolute paths of this machine are reduced to their last part.
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     about = {
         "command": " ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *words]),
@@ -255,24 +262,25 @@ def write_result(name: str, figures: Mapping[str, Any], packages: Sequence[str])
 
 
 Documents = Literal["whole", "paragraph"]
-"""Articles and files as they are, or their paragraphs."""
+"""Unit of a document: whole articles and files, or their paragraphs."""
 VOCABULARY, NATURAL_LENGTH = 8192, 512
 ARTICLE = r"^ = [^=].* = $"
 
 
 def wikitext_source(wikitext: Path, part: str, documents: Documents = "whole") -> dict[str, str]:
-    """One file of WikiText, for a recipe: `train` or `validation`."""
+    """Return one file of WikiText, `train` or `validation`, as a source of a recipe."""
     article = {"document_start": ARTICLE} if documents == "whole" else {"documents": "paragraph"}
+    # An absolute path, as the recipe is stored in another folder.
     return {"name": part, "paths": str((wikitext / f"{part}.txt").resolve()), **article}
 
 
 def sources(wikitext: Path, folder: Path, documents: Documents) -> list[dict[str, str]]:
-    """WikiText's two files and the library, for a recipe.
+    """Return WikiText's two files and the standard library as sources of a recipe.
 
     Args:
-        wikitext: the folder with train.txt and validation.txt.
-        folder: gets a copy of the library's sources.
-        documents: into which the texts are taken apart.
+        wikitext: folder with train.txt and validation.txt.
+        folder: folder that gets a copy of the library's sources.
+        documents: unit of a document.
     """
     file = "file" if documents == "whole" else "paragraph"
     from elastrata.driver.quickstart import collect_corpus
@@ -285,12 +293,13 @@ def sources(wikitext: Path, folder: Path, documents: Documents) -> list[dict[str
 
 
 def three_sources(wikitext: Path, folder: Path) -> dict[str, str]:
-    """The text of the recipe `gpt/mixture`: the paths of its sources, by their names.
+    """Return the paths of the sources of the recipe `gpt/mixture`, by name.
 
     Args:
-        wikitext: the folder with train.txt.
-        folder: gets copies of the modules of this Python's library, its packages apart, and of the
-            pages of documentation, Markdown and reStructuredText, that lie in installed packages.
+        wikitext: folder with train.txt.
+        folder: folder that gets copies of the modules of this Python's library, without its
+            packages, and of the documentation (Markdown and reStructuredText) in installed
+            packages.
     """
     library, packages = (Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib"))
     pages = (page for page in packages.rglob("*") if page.suffix in (".md", ".rst"))
@@ -304,13 +313,15 @@ def three_sources(wikitext: Path, folder: Path) -> dict[str, str]:
 
 
 def _is_documentation(page: Path) -> bool:
+    # Licences are duplicates of one another, and tests are not documentation.
     return not any(name in part.lower() for part in page.parts for name in ("licens", "test"))
 
 
 def _copy(files: Iterable[Path], root: Path, folder: Path) -> None:
-    """Those that are UTF-8; one that is there already stays, so that its data set stays valid."""
+    """Copy the UTF-8 files below `root` to `folder`; existing copies are kept."""
     for file in sorted(files):
         target = folder / file.relative_to(root)
+        # An unchanged copy keeps the data set made from it valid.
         if target.exists():
             continue
         try:
@@ -322,15 +333,15 @@ def _copy(files: Iterable[Path], root: Path, folder: Path) -> None:
 
 
 def prepare(recipe: Path, values: dict[str, Any]) -> None:
-    """Writes a recipe, and its data set unless it is there."""
+    """Write a recipe, and prepare its data set if it is missing."""
     recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
     if not Path(values["data"]["path"], "manifest.json").exists():
         elastrata("prepare", str(recipe))
 
 
 def natural_length_sources(wikitext: Path) -> list[dict[str, str]]:
-    """What people and programmers write in one piece, for a recipe: paragraphs of WikiText,
-    functions and classes of the library."""
+    """Return sources of natural length: WikiText's paragraphs, the library's functions and
+    classes."""
     library = Path(sysconfig.get_path("stdlib")) / "*.py"
     definition = {"document_start": r"\s*(async def|def|class) "}
     return [
@@ -340,7 +351,7 @@ def natural_length_sources(wikitext: Path) -> list[dict[str, str]]:
 
 
 def prepare_natural_lengths(wikitext: Path, out: Path) -> str:
-    """Makes a data set of `natural_length_sources`, cut at 512 tokens. Returns its folder."""
+    """Prepare a data set of `natural_length_sources`, cut at 512 tokens; return its folder."""
     overrides = [
         f"data.prepare.sources={json.dumps(natural_length_sources(wikitext))}",
         "data.prepare.held_out=null",
@@ -354,13 +365,14 @@ def prepare_natural_lengths(wikitext: Path, out: Path) -> str:
 
 
 def write_json_lines(data: Path, target: Path, most_bytes: int) -> int:
-    """Writes WikiText and the .py files of the library and of the installed packages, a document a
-    file, until they are so long; returns the bytes of text.
+    """Write documents to a JSON Lines file up to a size; return the bytes of text.
+
+    The documents are WikiText's files and the .py files of the library and of installed packages.
 
     Args:
-        data: the folder that holds wikitext/.
-        target: a JSON Lines file.
-        most_bytes: the document that reaches them is the last.
+        data: folder that contains wikitext/.
+        target: the JSON Lines file.
+        most_bytes: writing ends with the document that reaches this size.
     """
     size = 0
     with target.open("w", encoding="utf-8") as stream:

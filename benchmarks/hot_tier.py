@@ -1,14 +1,15 @@
-"""Copies in the hot tier: their cost to the training, how soon they are complete, and load.
+"""In-memory checkpoints: their cost to the training, time to completion, and loading.
 
     python benchmarks/hot_tier.py
 
-Two ranks (gloo), Ray actors on this machine, train with steps of at least 100 ms: matrix products
-and a reduction. Every round they save one sharded state and train on until the copy is complete.
-A save costs its stall (the loop stands still) and its drag (the steps that run beside it are
-longer); with a rank on every core, as here, the drag is at its worst. `processor_s` is the CPU time
-of a save in the rank's process, which a busy machine does not change. Medians over the rounds, for
-a state of some 200 MB, one of as many tensors as BERT base but small, and a tiny one; also with
-`DurableSaver` on the local disk. Writes `results/hot_tier.json`.
+Two ranks (gloo), Ray actors on this machine, train with steps of at least 100 ms, which consist of
+matrix products and a reduction. In every round they save one sharded state and continue training
+until the copy is complete. A save costs its stall (the loop waits) and its drag (steps during the
+save take longer). With a rank on every core, as here, the drag is at its worst. `processor_s` is
+the CPU time of a save in the rank's process, which is independent of the load of the machine. The
+figures are medians over the rounds, for a state of about 200 MB, a small one with as many tensors
+as BERT base, and a tiny one; each also with `DurableSaver` on the local disk. Writes
+`results/hot_tier.json`.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ STEP_SECONDS = 0.1
 MATRIX = 384
 LIMIT_BYTES = 4 * 2**30
 SHARE = 0.02
-"""The share of the training time that copies may cost."""
+"""Share of the training time that copies may cost."""
 
 
 class Rank:
-    """One rank of a training that does nothing but matrix products."""
+    """One rank of a training that consists of matrix products."""
 
     def __init__(self, rank: int, world_size: int, rendezvous: str, shape: tuple[int, int]) -> None:
         torch.set_num_threads(1)
@@ -58,6 +59,7 @@ class Rank:
             fully_shard(block)
         fully_shard(self._model)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
+        # A step of AdamW creates the optimizer state that is saved.
         self._model(torch.ones(1, width)).sum().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -65,12 +67,13 @@ class Rank:
         self._products = 0
 
     def calibrate(self) -> None:
-        """Finds how many products make a step; the same number on every rank."""
-        processor, done = time.thread_time(), 0
+        """Measure the number of products per step; all ranks use the same number."""
+        # CPU time, so that other processes do not shorten the steps.
+        processor, num_products = time.thread_time(), 0
         while time.thread_time() - processor < 10 * STEP_SECONDS:
             self._matrix @ self._matrix
-            done += 1
-        products = torch.tensor(done / 10)
+            num_products += 1
+        products = torch.tensor(num_products / 10)
         dist.all_reduce(products, dist.ReduceOp.MAX)
         self._products = round(products.item() * 1.1)
 
@@ -82,7 +85,7 @@ class Rank:
         return time.perf_counter() - started
 
     def measure(self, storage: CommitStorage, kind: str, rounds: int) -> list[dict[str, float]]:
-        """Saves `rounds` times and once more before, for warmth; a dict of seconds for each."""
+        """Save `rounds` times after a warm-up save; return the seconds of each save."""
         saver = (
             replica_saver(storage, attempt=1, warn=print)
             if kind == "hot"
@@ -91,35 +94,38 @@ class Rank:
         processor, count = time.process_time(), 20
         idle = statistics.median(self.step() for _ in range(count))
         of_step = (time.process_time() - processor) / count
-        measured = [self._round(saver, step, idle, of_step) for step in range(rounds + 1)]
+        measured_rounds = [self._round(saver, step, idle, of_step) for step in range(rounds + 1)]
         saver.close()
-        return measured[1:]
+        return measured_rounds[1:]
 
     def _round(
         self, saver: DurableSaver, step: int, idle: float, of_step: float
     ) -> dict[str, float]:
         dist.barrier()
         processor = time.process_time()
-        agreeing = time.perf_counter()
+        agree_time = time.perf_counter()
         assert saver.all_idle()
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         state = training_state(self._model, self._optimizer)
-        taken = time.perf_counter()
+        state_time = time.perf_counter()
         saver.save(state, step=step, samples=step, tokens=step)
-        stalled = time.perf_counter()
-        beside = [self.step()]
+        stall_time = time.perf_counter()
+        steps_during_save = [self.step()]
+        # A collective: all ranks take the same number of steps.
         while not saver.all_idle():
-            beside.append(self.step())
-        complete = time.perf_counter()
-        processor = time.process_time() - processor - of_step * len(beside)
+            steps_during_save.append(self.step())
+        complete_time = time.perf_counter()
+        # The process's CPU time minus that of its steps is the cost of the save, its threads
+        # included.
+        processor = time.process_time() - processor - of_step * len(steps_during_save)
         return {
             "step_s": idle,
-            "agree_s": began - agreeing,
-            "state_s": taken - began,
-            "stall_s": stalled - agreeing,
-            "drag_s": max(0.0, sum(beside) - idle * len(beside)),
+            "agree_s": start_time - agree_time,
+            "state_s": state_time - start_time,
+            "stall_s": stall_time - agree_time,
+            "drag_s": max(0.0, sum(steps_during_save) - idle * len(steps_during_save)),
             "processor_s": max(0.0, processor),
-            "complete_s": complete - began,
+            "complete_s": complete_time - start_time,
         }
 
     def load(self, storage: CommitStorage) -> float:
@@ -132,6 +138,7 @@ class Rank:
 
 def start(world_size: int, folder: str, shape: tuple[int, int]) -> list[Any]:
     rendezvous = str(Path(folder) / f"rendezvous{time.monotonic_ns()}")
+    # No CPUs are reserved, so that three ranks can start on two cores.
     actor: Any = ray.remote(num_cpus=0)(Rank)
     return [actor.remote(rank, world_size, rendezvous, shape) for rank in range(world_size)]
 
@@ -146,7 +153,7 @@ def end(ranks: list[Any]) -> None:
 
 
 def summary(by_rank: list[list[dict[str, float]]]) -> dict[str, float]:
-    """Medians over the rounds of the slowest rank's figures."""
+    """Return medians over the rounds of the slowest rank's figures."""
     rounds = [
         {name: max(rank[name] for rank in ranks) for name in ranks[0]}
         for ranks in zip(*by_rank, strict=True)
@@ -179,6 +186,7 @@ def measure_state(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
         figures["hot"]["found_s"] = round(time.perf_counter() - looking, 4)
         assert commit is not None
         figures["state_mb"] = round(sum(file.size for file in commit.files.values()) / 1e6, 2)
+        # Smaller and larger groups than the one that saved must load the state, too.
         for world_size in (1, 2, 3):
             ranks = start(world_size, folder, shape)
             figures["hot"][f"loaded_at_{world_size}_s"] = round(max(on_all(ranks, "load", hot)), 4)
@@ -189,6 +197,7 @@ def measure_state(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     rounds = parser_of(__doc__, rounds=9).parse_args().rounds
+    # Actors import this script's modules.
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     with ray_session("local", num_cpus=WORLD_SIZE):
         figures = {name: measure_state(shape, rounds) for name, shape in STATES.items()}

@@ -1,13 +1,17 @@
-"""A data set of two billion samples, as a run opens it: seconds and memory. No shard is there.
+"""Opening a data set of two billion samples, as a run does: seconds and memory.
 
     python benchmarks/large_data.py [--shards N] [--beside CHECKOUT]
 
-A manifest of N shards, each of 40 stripes of 512 samples, is written by hand, and looked at as a
-run's driver and its readers do, each time in a process of its own. The manifest is read; a place
-of the order is sought, in an epoch that nobody has looked at, and another one in that epoch; the
-stripes of a batch are looked up among the shards, up to the first one that is not there; the groups
-of a run of a million steps are counted. With --beside the version in that folder, such as one that
-`git worktree add` made, takes turns with this one. Writes results/large_data.json.
+Writes a manifest of N shards, each of 40 stripes of 512 samples, without the shards themselves.
+Then uses it as a run's driver and readers do, each time in a new process:
+
+- reads the manifest;
+- seeks a position of the order, in an epoch that was not used before, and then another one there;
+- looks up the stripes of a batch among the shards, up to the first missing shard;
+- counts the groups of a run of a million steps.
+
+With --beside the version in that folder, such as one that `git worktree add` creates, alternates
+with this one. Writes results/large_data.json.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ Value = TypeVar("Value")
 
 
 def write_manifest(folder: Path, shards: int) -> None:
-    """A manifest as `elastrata prepare` writes it."""
+    """Write a manifest as `elastrata prepare` does."""
     from elastrata_pipelines.format import FileEntry, Manifest, SourceEntry, Vocabulary
     from elastrata_pipelines.storage import Storage
 
@@ -45,7 +49,7 @@ def write_manifest(folder: Path, shards: int) -> None:
         )
         for number in range(shards)
     ]
-    others = [FileEntry(path="lengths.npy", bytes=4 * samples, sha256="0" * 64)]
+    index_entries = [FileEntry(path="lengths.npy", bytes=4 * samples, sha256="0" * 64)]
     source = SourceEntry(
         name="text",
         weight=1.0,
@@ -71,19 +75,19 @@ def write_manifest(folder: Path, shards: int) -> None:
         ),
         tokenizer_fingerprint="",
         sources=(source,),
-        files=(*entries, *others),
+        files=(*entries, *index_entries),
     ).write(Storage(str(folder)))
 
 
 def timed(call: Callable[[], Value]) -> tuple[float, Value]:
-    """Seconds of a call, and its value."""
-    begun = time.perf_counter()
+    """Return the seconds of a call, and its result."""
+    start_time = time.perf_counter()
     value = call()
-    return time.perf_counter() - begun, value
+    return time.perf_counter() - start_time, value
 
 
 def looked_at(folder: str) -> dict[str, float]:
-    """The figures of the version that this process imports."""
+    """Return the figures of the version of Elastrata that this process imports."""
     import numpy as np
 
     from elastrata_pipelines.batches import Batches, Start
@@ -105,6 +109,7 @@ def looked_at(folder: str) -> dict[str, float]:
     )
     figures["peak_mb_open"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     middle = manifest.samples // 2
+    # The order of an epoch is computed at its first use.
     figures["first_seek_s"], places = timed(lambda: order.places(middle, BATCH))
     figures["next_seek_s"], _ = timed(lambda: order.places(middle // 2, BATCH))
 
@@ -124,9 +129,10 @@ def looked_at(folder: str) -> dict[str, float]:
         work=WorkModel(linear=1, quadratic=0),
         tokens_per_micro_batch=2**14,
     )
-    whole = Phase(batches=batches, steps=STEPS, batch_size=BATCH)
+    long_phase = Phase(batches=batches, steps=STEPS, batch_size=BATCH)
     most = BATCH * SEQ_LEN  # as MAX_GROUP_TOKENS is less than the tokens of many a batch
-    figures["groups_s"], _ = timed(lambda: len(whole.groups(Start(), max_tokens=most)))
+    figures["groups_s"], _ = timed(lambda: len(long_phase.groups(Start(), max_tokens=most)))
+    # Readers in other processes get this object.
     figures["pickle_mb"] = len(pickle.dumps(batches)) / 1e6
     figures["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     return figures
@@ -152,8 +158,11 @@ def main() -> None:
             for name, checkout in versions.items():
                 rounds[name].append(of_version(checkout, "--only", str(folder)))
     medians = {
-        name: {key: round(statistics.median(one[key] for one in found), 5) for key in found[0]}
-        for name, found in rounds.items()
+        name: {
+            key: round(statistics.median(one[key] for one in version_rounds), 5)
+            for key in version_rounds[0]
+        }
+        for name, version_rounds in rounds.items()
     }
     figures = {
         "shards": arguments.shards,

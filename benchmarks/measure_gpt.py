@@ -1,10 +1,10 @@
-"""One process of benchmarks/gpt_quality.py: a causal model in transformers.
+"""A process of benchmarks/gpt_quality.py: a causal model in transformers.
 
     python benchmarks/measure_gpt.py loss MODEL HELD_OUT
     python benchmarks/measure_gpt.py train MODEL HELD_OUT TOKENS SETTINGS
 
-Prints, as its last line, the held-out loss; or the curve of a training run: a list of tokens seen
-and the held-out loss then.
+Prints the held-out loss as its last line; or, after a training run, the curve, a list of tokens
+seen and held-out loss.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+# Before the import of transformers, which reads it then.
 os.environ |= {"HF_HUB_OFFLINE": "1"}
 
 import numpy as np
@@ -30,15 +31,15 @@ from transformers import (
 )
 
 AT_ONCE, IGNORED = 16, -100
-"""Documents of one forward pass; the label of padding."""
+"""Documents per forward pass, and the label of padding."""
 
 
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """Documents end to end, cut into blocks of equal length."""
+    """Concatenated documents, cut into blocks of equal length."""
 
     def __init__(self, tokens: np.ndarray, length: int) -> None:
-        whole = len(tokens) // length * length
-        self._blocks = torch.from_numpy(tokens[:whole].astype(np.int64)).view(-1, length)
+        num_tokens = len(tokens) // length * length
+        self._blocks = torch.from_numpy(tokens[:num_tokens].astype(np.int64)).view(-1, length)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -49,15 +50,16 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, held_out: Path) -> float:
-    """Mean over all tokens that have one before them in their document."""
+    """Return the mean loss over all tokens that have a predecessor in their document."""
     stored = np.load(held_out)
     parts = np.split(stored["tokens"].astype(np.int64), np.cumsum(stored["lengths"])[:-1])
+    # Sorted by length, so that batches have little padding.
     parts = sorted((part for part in parts if len(part) > 1), key=len)
     model.eval()
     total, count = 0.0, 0
     for start in range(0, len(parts), AT_ONCE):
         documents = [torch.from_numpy(part) for part in parts[start : start + AT_ONCE]]
-        # Padding comes behind, where a causal model does not look.
+        # Padding is at the end, so a causal model does not attend to it.
         ids = nn.utils.rnn.pad_sequence(documents, batch_first=True)
         labels = nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=IGNORED)
         logits = model(input_ids=ids).logits[:, :-1].float()
@@ -105,12 +107,18 @@ def train(model: nn.Module, held_out: Path, tokens: Path, settings: dict[str, An
 
 
 def main() -> None:
-    what, model_folder, held_out, *rest = sys.argv[1:]
+    what, model_folder, held_out, *train_arguments = sys.argv[1:]
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     if what == "loss":
         print(json.dumps(held_out_loss(model, Path(held_out))))
     else:
-        print(json.dumps(train(model, Path(held_out), Path(rest[0]), json.loads(rest[1]))))
+        print(
+            json.dumps(
+                train(
+                    model, Path(held_out), Path(train_arguments[0]), json.loads(train_arguments[1])
+                )
+            )
+        )
 
 
 if __name__ == "__main__":

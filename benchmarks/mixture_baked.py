@@ -1,15 +1,15 @@
-"""A mixture at read time beside the same mixture baked into one data set: GPT, seed by seed.
+"""A mixture at read time compared with the same mixture prepared as one data set.
 
     python benchmarks/mixture_baked.py ../shared/data/wikitext --scratch mixture --seeds 5
 
-The text is that of `mixture_text.py`. Baked in, `prepare` makes one data set of all three sources,
-packed and shuffled together; at read time three are mixed, by the shares of tokens that the baked
-one has. Of a seed both have the same first weights, model, steps and batch size, and draw from the
-same samples, none twice; evaluated is what is held out of each source, the same for both. In one
-process, of one thread.
+The text is that of `mixture_text.py`. In the baked variant, `prepare` makes one data set of all
+three sources, packed and shuffled together. In the read variant, three data sets are mixed at read
+time, in the baked one's shares of tokens. With each seed, both variants have the same initial
+weights, model, steps and batch size, and read each of the same samples at most once. Both are
+evaluated on the same held-out data of each source. Runs in one process with one thread.
 
-Runs that are in the scratch folder are not trained again: the same command goes on where it was
-stopped. Writes `results/mixture_baked.json` of the seeds that are complete.
+Finished runs in the scratch folder are not repeated: the same command resumes after an
+interruption. Writes `results/mixture_baked.json` for the seeds that are complete.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from elastrata_pipelines.storage import Storage
 
 WAYS = ("read", "baked")
 STEPS, EVERY, SAMPLES = 400, 200, 192
-"""Of a run; from one evaluation to the next; and of an evaluation, of each source."""
+"""Steps of a run; steps between evaluations; samples of each source in an evaluation."""
 SMALLER = ("workload.num_layers=2", "batch_size=8")
-"""Changes to the recipe, as there are ten runs."""
+"""Overrides that make the model small enough for ten runs."""
 LOSSES = {"wikitext": "eval/loss", "python": "eval/code/loss", "docs": "eval/pages/loss"}
-"""The metric of what is held out of each source."""
+"""Name of the held-out loss of each source."""
 
 
 def prepared_baked(changes: Sequence[str], texts: Mapping[str, str], scratch: Path) -> Manifest:
-    """Makes one data set of all sources, unless it is there."""
+    """Prepare one data set of all sources if it is missing; return its manifest."""
     baked = scratch / "baked"
     if not (baked / "manifest.json").exists():
         prepare = load_recipe(RECIPE, changes).data.prepare
         assert prepare is not None
         values = prepare.model_dump(mode="json", exclude_unset=True)
+        # Both variants must have the same tokenizer, or their losses could not be compared.
         values["tokenizer"] = {"load": str(scratch / "mix" / "wikitext" / "tokenizer")}
         elastrata(
             "prepare", "gpt/quick", f"data.prepare={json.dumps(values)}", f"data.path={baked}"
@@ -53,7 +54,11 @@ def prepared_baked(changes: Sequence[str], texts: Mapping[str, str], scratch: Pa
 
 
 def check_alike(baked: Manifest, sources: Mapping[str, Manifest]) -> None:
-    """Raises UserError where the baked data set has not the documents of the sources."""
+    """Check that the baked data set has as many documents of each source as the separate ones.
+
+    Raises:
+        UserError: it does not.
+    """
     for entry in baked.sources:
         (alone,) = sources[entry.name].sources
         if entry.documents != alone.documents:
@@ -61,7 +66,7 @@ def check_alike(baked: Manifest, sources: Mapping[str, Manifest]) -> None:
 
 
 def recipe_changes(seed: int, scratch: Path) -> list[str]:
-    """Those to the recipe that runs of both ways have."""
+    """Return the overrides that both variants share."""
     data = scratch / "mix"
     sets = [
         {"name": name, "path": str(data / source / "held_out")}
@@ -75,6 +80,7 @@ def recipe_changes(seed: int, scratch: Path) -> list[str]:
     }
     return [
         *SMALLER,
+        # A single stage: the shares of a baked data set cannot change.
         "phases=[]",
         "data.prepare=null",
         f"steps={STEPS}",
@@ -84,7 +90,7 @@ def recipe_changes(seed: int, scratch: Path) -> list[str]:
 
 
 def way_changes(way: str, baked: Manifest, scratch: Path) -> list[str]:
-    """Where a way has its data, and its shares."""
+    """Return the overrides for a variant's data and shares."""
     if way == "baked":
         return [f"data.path={scratch / 'baked'}", "data.sources=[]"]
     shares = [{"name": entry.name, "weight": entry.tokens} for entry in baked.sources]
@@ -92,40 +98,42 @@ def way_changes(way: str, baked: Manifest, scratch: Path) -> list[str]:
 
 
 def losses(run: Path) -> dict[str, Any]:
-    """Held-out losses by source and their mean, by step; and the tokens that the run has seen."""
+    """Return the held-out losses by step and source, their means, and the tokens of the run."""
     entries = history.read(Storage(str(run)).sub("history"))
     curve = {
         int(entry["step"]): {name: float(entry[key]) for name, key in LOSSES.items()}
         for entry in history.surviving_evaluations(entries)
     }
-    for found in curve.values():
-        found["mean"] = statistics.mean(found.values())
+    for losses_by_source in curve.values():
+        losses_by_source["mean"] = statistics.mean(losses_by_source.values())
     return {"tokens": history.effective_steps(entries)[-1]["tokens"], "curve": curve}
 
 
 def trained(way: str, seed: int, baked: Manifest, scratch: Path) -> dict[str, Any]:
-    """What a run tells, see `losses`; trained unless it is there."""
-    said = [*recipe_changes(seed, scratch), *way_changes(way, baked, scratch)]
-    return losses(trained_alone(load_recipe(RECIPE, said), scratch / "runs" / f"{way}-{seed}"))
+    """Return the losses of a run; train it first unless it is finished."""
+    overrides = [*recipe_changes(seed, scratch), *way_changes(way, baked, scratch)]
+    return losses(trained_alone(load_recipe(RECIPE, overrides), scratch / "runs" / f"{way}-{seed}"))
 
 
 def summary(seeds: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
-    """By step and source: both ways, and their differences by seed; means, deviations, and the
-    standard errors of the means."""
+    """Return both variants and their differences by step and source: means, deviations, errors.
+
+    Errors are the standard errors of the means; differences are taken seed by seed.
+    """
     return {
-        step: {name: _of_seeds(seeds, step, name) for name in (*LOSSES, "mean")}
+        step: {name: _summarise_seeds(seeds, step, name) for name in (*LOSSES, "mean")}
         for step in seeds[0]["read"]["curve"]
     }
 
 
-def _of_seeds(seeds: Sequence[Mapping[str, Any]], step: int, name: str) -> dict[str, Any]:
+def _summarise_seeds(seeds: Sequence[Mapping[str, Any]], step: int, name: str) -> dict[str, Any]:
     read, baked = ([seed[way]["curve"][step][name] for seed in seeds] for way in WAYS)
     differences = [one - other for one, other in zip(read, baked, strict=True)]
     return {"read": _mean(read), "baked": _mean(baked), "read_less_baked": _mean(differences)}
 
 
 def _mean(values: Sequence[float]) -> dict[str, float]:
-    """With the deviation and the standard error, where there are several."""
+    """Return the mean, and with several values their deviation and standard error."""
     figures = {"mean": statistics.mean(values)}
     if len(values) > 1:
         deviation = statistics.stdev(values)

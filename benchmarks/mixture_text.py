@@ -1,12 +1,12 @@
-"""Three sources of real text in two stages, the shares changing in the second.
+"""Three sources of real text in two stages, with different shares in the second.
 
     python benchmarks/mixture_text.py ../shared/data/wikitext --scratch mixture
 
-Trains the recipe `gpt/mixture`: WikiText's articles, the modules of this Python's library, and the
-documentation that lies in installed packages; in one process, of one thread. Then asks the audit
-whether every step had the samples that it should, and draws shares and losses over tokens.
+Trains the recipe `gpt/mixture` on WikiText's articles, the modules of this Python's library, and
+the documentation in installed packages, in one process with one thread. Then audits the samples of
+every step, and draws shares and losses over tokens.
 
-What is in the scratch folder, data or a run, is not made again. Writes `results/mixture_text.json`,
+Data and runs in the scratch folder are reused. Writes `results/mixture_text.json`,
 `mixture_shares.png`, `mixture_losses.png` and `mixture_held_out.png`.
 """
 
@@ -30,12 +30,11 @@ from elastrata_pipelines.storage import Storage
 
 RECIPE = "gpt/mixture"
 AT_AN_END = 20
-"""Steps whose tokens are told together, at both ends of a stage."""
+"""Number of steps at each end of a stage over which shares are averaged."""
 
 
 def prepared_sources(wikitext: Path, scratch: Path) -> list[str]:
-    """Makes a data set for each source unless it is there; the changes to the recipe that name text
-    and data."""
+    """Prepare a data set for each source if missing; return overrides for texts and data."""
     texts = three_sources(wikitext, scratch)
     data = scratch / "mix"
     paths = [f"data.prepare.sources.{n}.paths={path}" for n, path in enumerate(texts.values())]
@@ -48,11 +47,11 @@ def prepared_sources(wikitext: Path, scratch: Path) -> list[str]:
 def stage_figures(
     steps: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, float]]
 ) -> dict[str, Any]:
-    """Shares of the tokens at both ends, and the held-out losses at the end.
+    """Return the shares of tokens at both ends of a stage, and its final held-out losses.
 
     Args:
-        steps: of the stage.
-        told: evaluations of the run.
+        steps: the stage's steps.
+        told: the run's evaluations.
     """
     names = list(steps[0]["batch_tokens_by_source"])
     (last,) = (one for one in told if one["tokens"] == steps[-1]["tokens"])
@@ -65,29 +64,30 @@ def stage_figures(
 
 
 def shares(steps: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, float]:
-    """Of each source in the tokens of some steps."""
-    whole = sum(step["batch_tokens"] for step in steps)
+    """Return each source's share of the tokens in some steps."""
+    num_tokens = sum(step["batch_tokens"] for step in steps)
     counts = {
         name: sum(step["batch_tokens_by_source"].get(name, 0) for step in steps) for name in names
     }
-    return {name: round(count / whole, 4) for name, count in counts.items()}
+    return {name: round(count / num_tokens, 4) for name, count in counts.items()}
 
 
 def draw(name: str, picture: Callable[[Path], None]) -> None:
-    """Draws into `results`, in few colors, which is all that lines need, and half as large."""
+    """Draw a picture into `results`."""
     path = RESULTS / name
     picture(path)
-    with Image.open(path) as drawn:
-        drawn.convert("RGB").quantize(64).save(path, optimize=True)
+    with Image.open(path) as image:
+        # 64 colours suffice for lines and halve the size of the file.
+        image.convert("RGB").quantize(64).save(path, optimize=True)
 
 
 def proof(found: Audit) -> dict[str, Any]:
-    """What the audit says."""
+    """Return the audit's findings."""
     return {"digests_checked": found.digests_checked, "problems": list(found.problems)}
 
 
 def tokens_of(data: Path) -> int:
-    """Tokens of a data set for training."""
+    """Return the number of tokens of a data set for training."""
     return Manifest.read(Storage(str(data))).tokens
 
 
@@ -100,18 +100,18 @@ def main() -> None:
     run = Storage(str(trained_alone(recipe, scratch / "runs" / "stages")))
     entries = history.read(run.sub("history"))
     steps = history.effective_steps(entries)
-    told = evaluations(entries, steps)
+    evaluated = evaluations(entries, steps)
     draw("mixture_shares.png", partial(share_curves, steps))
     draw("mixture_losses.png", partial(source_losses, steps))
-    draw("mixture_held_out.png", partial(held_out_losses, told))
+    draw("mixture_held_out.png", partial(held_out_losses, evaluated))
     ends = [phase.steps for phase in recipe.phases]
     broad, annealed = steps[: ends[0]], steps[ends[0] :]
     names = [source.name for source in recipe.data.sources]
     figures = {
         "tokens_by_source": {name: tokens_of(scratch / "mix" / name) for name in names},
         "tokens": steps[-1]["tokens"],
-        "broad": stage_figures(broad, told),
-        "annealed": stage_figures(annealed, told),
+        "broad": stage_figures(broad, evaluated),
+        "annealed": stage_figures(annealed, evaluated),
         "audit": proof(audit(run)),
     }
     write_result("mixture_text", figures, ("elastrata", "torch"))

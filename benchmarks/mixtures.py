@@ -1,13 +1,13 @@
-"""The stream of a mixture beside that of one data set, in one run.
+"""The cost of reading a mixture, compared with a single data set.
 
     python benchmarks/mixtures.py
 
-One data set of `SAMPLES` samples, and three of a third of them each with shares of 50, 30 and 20%,
-all of random tokens and lengths; all ranks' payloads of consecutive groups of steps, read from
-files, ordered and dealt, a group of one stream and a group of the other by turns, in this process.
-Figures are medians over the rounds, in CPU time, as other work on the machine stretches the other:
-of the first step, with a new order and a new reader, and of the groups behind it. Then the seconds
-on the clock to the first batch through Ray Data, as a run has it, of one rank.
+Compares one data set of `SAMPLES` samples with three of a third of them each, mixed with shares of
+50, 30 and 20%; all have random tokens and lengths. Reads, orders and deals all ranks' payloads of
+consecutive groups of steps, in this process, alternating between the two streams. The figures are
+medians over the rounds, of the first step (with a new order and a new reader) and of the following
+groups. They are CPU times, as other work on the machine affects wall-clock times. Then measures the
+wall-clock seconds to the first batch through Ray Data, as in a run, for one rank.
 
 Writes benchmarks/results/mixtures.json.
 """
@@ -44,10 +44,11 @@ IDS = 30_522
 
 
 def write_data_set(folder: Path, samples: int, seed: int) -> Manifest:
-    """Random tokens; lengths from 32 to `SEQ_LEN`."""
+    """Write a data set of random tokens, with lengths from 32 to `SEQ_LEN`."""
     rng, storage = np.random.default_rng(seed), Storage(str(folder))
     lengths = rng.integers(32, SEQ_LEN + 1, samples).astype(np.int32)
     for first in range(0, samples, STRIPE):
+        # Samples of a stripe are stored longest first, as `prepare` does.
         lengths[first : first + STRIPE] = -np.sort(-lengths[first : first + STRIPE])
     size = STRIPE * STRIPES_PER_SHARD
     files = [
@@ -99,25 +100,26 @@ def order_of(manifest: Manifest, seed: int) -> Order:
 
 
 def batches_of(folder: Path, names: list[str], seed: int) -> Batches:
-    found = [
+    sources = [
         Source(
             name=name, url=str(folder / name), manifest=Manifest.read(Storage(f"{folder}/{name}"))
         )
         for name in names
     ]
-    orders = tuple(order_of(source.manifest, seed) for source in found)
+    orders = tuple(order_of(source.manifest, seed) for source in sources)
     batches = Batches(
-        url=found[0].url,
-        manifest=found[0].manifest,
+        url=sources[0].url,
+        manifest=sources[0].manifest,
         order=orders[0],
         work=WorkModel(linear=6 * 768, quadratic=1),
         tokens_per_micro_batch=8192,
     )
-    if len(found) == 1:
+    if len(sources) == 1:
         return batches
+    # Constant shares from the first step to the last.
     mixture = Mixture((Leg(shares=in_units(SHARES)),))
     order = MixedOrder(mixture=mixture, orders=orders, firsts=(0,) * len(orders))
-    return replace(batches, order=order, sources=tuple(found))
+    return replace(batches, order=order, sources=tuple(sources))
 
 
 def phase_of(batches: Batches, steps: int) -> Phase:
@@ -126,30 +128,30 @@ def phase_of(batches: Batches, steps: int) -> Phase:
 
 
 def spent(batches: Batches) -> Iterator[float]:
-    """Milliseconds of CPU time that each group of steps takes."""
+    """Yield the milliseconds of CPU time of each group of steps."""
     phase = phase_of(batches, STEPS)
     reader = phase.batches.stripes()
     for group in phase.groups(Start(), max_tokens=MAX_GROUP_TOKENS):
-        began = time.process_time()
+        start_time = time.process_time()
         for _ in phase.batches.payloads(group, RANKS, reader):
             pass
-        yield 1e3 * (time.process_time() - began)
+        yield 1e3 * (time.process_time() - start_time)
 
 
 def round_of(folder: Path, seed: int) -> dict[str, float]:
-    """Both streams, a group of each by turns; who is first changes from turn to turn."""
+    """Measure both streams, alternating by groups; the one that goes first alternates, too."""
     streams = {name: spent(batches_of(folder, parts, seed)) for name, parts in STREAMS.items()}
-    taken: dict[str, list[float]] = {name: [] for name in STREAMS}
+    milliseconds_by_stream: dict[str, list[float]] = {name: [] for name in STREAMS}
     for turn in count(seed):
         for name in sorted(streams, reverse=bool(turn % 2)):
             if (milliseconds := next(streams[name], None)) is None:
                 del streams[name]
             else:
-                taken[name].append(milliseconds)
+                milliseconds_by_stream[name].append(milliseconds)
         if not streams:
             break
-    first = {name: parts[0] for name, parts in taken.items()}
-    step = {name: sum(parts[1:]) / (STEPS - 1) for name, parts in taken.items()}
+    first = {name: parts[0] for name, parts in milliseconds_by_stream.items()}
+    step = {name: sum(parts[1:]) / (STEPS - 1) for name, parts in milliseconds_by_stream.items()}
     return {
         **{f"{name}_first_milliseconds": value for name, value in first.items()},
         **{f"{name}_step_milliseconds": value for name, value in step.items()},
@@ -159,13 +161,14 @@ def round_of(folder: Path, seed: int) -> dict[str, float]:
 
 
 def seconds_to_first_batch(batches: Batches) -> float:
-    """Through Ray Data, from its plan on."""
+    """Return the seconds to the first batch through Ray Data, planning included."""
     phases = [phase_of(batches, RAY_STEPS)]
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     (split,) = dealt(descriptors(phases, Start()), phases, 1)
     steps = iter(RankStream(split, batches.manifest.token_dtype))
     next(steps)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_time
+    # Reads to the end, so that no task of this stream runs during the next measurement.
     assert sum(1 for _ in steps) == RAY_STEPS - 1
     return seconds
 
@@ -189,7 +192,7 @@ def main() -> None:
         write_data_set(folder / "one", SAMPLES, 0)
         for number, name in enumerate(STREAMS["mixture"], start=1):
             write_data_set(folder / name, SAMPLES // 3, number)
-        # every round has a seed of its own, so that no order is known already; the first warms up
+        # Every round has another seed, so that no order is cached; the first round is the warm-up.
         rounds = [round_of(folder, seed) for seed in range(arguments.rounds + 1)][1:]
         with ray_session("local"):
             through_ray = [ray_round(folder, seed) for seed in range(arguments.ray_rounds + 1)][1:]

@@ -1,18 +1,18 @@
-"""Useful tokens per second of training a ModernBERT, beside the Hugging Face Trainer.
+"""Useful tokens per second of training ModernBERT, compared with the Hugging Face Trainer.
 
     python benchmarks/modernbert.py ../shared/data/wikitext
 
 Both train ModernBERT-mini, the Trainer as `ModernBertForMaskedLM`, from the same weights and on the
-same samples of natural lengths: paragraphs of WikiText, functions and classes of this Python's
-standard library, up to 1,024 tokens, a BPE of 8,192 words. Equal batch size, fused AdamW, clipping
-and share of masked tokens; fp32, one thread. The Trainer's batches are drawn at random and padded
-to the longest of their samples, or grouped by length (five of every 50 batches are trained on,
-evenly spread); it calls PyTorch's fused attention. Elastrata runs as `elastrata train` with one
-worker, with its data pipeline, history and MLflow on the clock. Measured as in trainers.py; the
-Python that runs this has accelerate, which the Trainer needs.
+same samples of natural lengths: WikiText's paragraphs and the functions and classes of this
+Python's standard library, up to 1,024 tokens, with a BPE vocabulary of 8,192. Batch size, fused
+AdamW, clipping and share of masked tokens are equal; fp32, one thread. The Trainer's batches are
+random and padded to their longest sample, or grouped by length (it trains on five of every 50
+batches, evenly spread); it uses PyTorch's fused attention. Elastrata runs as `elastrata train` with
+one worker; its data pipeline, history and MLflow are included in the time. Measured as in
+trainers.py. The Python that runs this script needs accelerate for the Trainer.
 
-`--scratch DIR` keeps data and rounds for the next time; a later call adds its rounds to them.
-Writes results/modernbert.json.
+`--scratch DIR` keeps data and rounds; a later call adds its rounds to them. Writes
+results/modernbert.json.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PACKAGES = ("elastrata", "ray", "torch", "transformers", "accelerate")
 
 
 def prepare_all(wikitext: Path, scratch: Path) -> None:
-    """What trainers need, in a folder."""
+    """Prepare the recipe, data and model that the trainers need."""
     prepared = {
         "sources": natural_length_sources(wikitext),
         "tokenizer": {"train": "bpe", "vocab_size": VOCABULARY},

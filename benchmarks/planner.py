@@ -1,12 +1,12 @@
-"""The planner beside what was published: Megatron-LM's tables, and arXiv 2311.05610.
+"""The planner's forecasts compared with published figures (Megatron-LM, arXiv 2311.05610).
 
     PYTHONPATH=tests python benchmarks/planner.py benchmarks/published
 
-The folder holds `megatron_sc21_table1.csv` and `megatron_sc21_vs_zero3.csv` (arXiv 2104.04473). Two
-constants, the shares of the peak and of the memory's bandwidth that kernels reach, are fitted on
-four rows of table 1; all else is from data sheets and papers. The fit is repeated on every four of
-the ten rows. Also: how long the search over all layouts of 175 billion parameters on 1,024 GPUs
-takes. Writes results/planner.json and results/planner.png.
+The folder contains `megatron_sc21_table1.csv` and `megatron_sc21_vs_zero3.csv` (arXiv 2104.04473).
+Two constants, the shares of peak FLOPs and of memory bandwidth that kernels reach, are fitted on
+four rows of table 1. All other constants are from data sheets and papers. The fit is repeated on
+all sets of four of the ten rows. Also measures the search over all layouts of 175 billion
+parameters on 1,024 GPUs. Writes results/planner.json and results/planner.png.
 """
 
 from __future__ import annotations
@@ -50,27 +50,28 @@ def _errors(errors: Sequence[float]) -> dict[str, float]:
 
 
 def of_fit(table: Sequence[Row], chosen: Sequence[int]) -> dict[str, Any]:
-    """Errors where the constants are fitted on the chosen rows."""
+    """Return the errors with constants fitted on the chosen rows."""
     efficiency = fit([table[row] for row in chosen])
     errors = table1_errors(table, efficiency)
-    others = [error for row, error in enumerate(errors) if row not in chosen]
+    other_errors = [error for row, error in enumerate(errors) if row not in chosen]
     return {
         "rows": [row + 1 for row in chosen],
         "matmul": round(efficiency.matmul, 4),
         "memory": round(efficiency.memory, 4),
         "fitted": _errors([errors[row] for row in chosen]),
-        "others": _errors(others),
+        "others": _errors(other_errors),
         "all": _errors(errors),
     }
 
 
 def table1(table: Sequence[Row], efficiency: Efficiency) -> dict[str, Any]:
-    every = [of_fit(table, chosen) for chosen in itertools.combinations(range(len(table)), 4)]
-    within = [one for one in every if one["all"]["mean"] <= 0.03 and one["all"]["worst"] <= 0.06]
-    found = []
+    # All 210 fits, to show that the result does not depend on the choice of the rows.
+    all_fits = [of_fit(table, chosen) for chosen in itertools.combinations(range(len(table)), 4)]
+    within = [one for one in all_fits if one["all"]["mean"] <= 0.03 and one["all"]["worst"] <= 0.06]
+    rows_found = []
     for row in table:
         tflops, step = table1_time(row, efficiency)
-        found.append(
+        rows_found.append(
             {
                 "params_billion": row["params_billion"],
                 "published": row["tflops_per_gpu"],
@@ -79,9 +80,10 @@ def table1(table: Sequence[Row], efficiency: Efficiency) -> dict[str, Any]:
                 "seconds": {key: round(value, 4) for key, value in asdict(step).items()},
             }
         )
+    # A trivial predictor, to compare with.
     constant = statistics.mean(row["tflops_per_gpu"] for row in table)
     return {
-        "rows": found,
+        "rows": rows_found,
         "fit": of_fit(table, FITTED_ROWS),
         "with_the_shipped_constants": _errors(table1_errors(table, efficiency)),
         "a_constant_for_every_row": _errors(
@@ -89,11 +91,11 @@ def table1(table: Sequence[Row], efficiency: Efficiency) -> dict[str, Any]:
         ),
         "rotated": [of_fit(table, chosen) for chosen in ROTATIONS],
         "every_four_rows": {
-            "fits": len(every),
-            "median_of_means": statistics.median(one["all"]["mean"] for one in every),
-            "largest_mean": max(one["all"]["mean"] for one in every),
-            "largest_worst": max(one["all"]["worst"] for one in every),
-            "share_within_3_and_6_percent": round(len(within) / len(every), 3),
+            "fits": len(all_fits),
+            "median_of_means": statistics.median(one["all"]["mean"] for one in all_fits),
+            "largest_mean": max(one["all"]["mean"] for one in all_fits),
+            "largest_worst": max(one["all"]["worst"] for one in all_fits),
+            "share_within_3_and_6_percent": round(len(within) / len(all_fits), 3),
         },
     }
 
@@ -121,14 +123,15 @@ def of_setting(one: Setting) -> dict[str, Any]:
 def search_seconds() -> dict[str, Any]:
     model, cluster = gpt(96, 12288, 96), read_cluster(f"1024x{DEVICE.name}")
     machine = Machine(DEVICE, GPU, elastrata("bf16", "fp32"))
-    began = time.perf_counter()
-    found = search(model, cluster, machine, batch_size=1536, steps=1, tensor_sizes=(1, 2, 4, 8))
-    seconds = time.perf_counter() - began
+    start_time = time.perf_counter()
+    # Tensor parallelism stays within a node of 8 GPUs.
+    result = search(model, cluster, machine, batch_size=1536, steps=1, tensor_sizes=(1, 2, 4, 8))
+    seconds = time.perf_counter() - start_time
     return {
         "seconds": round(seconds, 2),
-        "layouts": len(found.forecasts),
-        "do_not_fit": found.too_large,
-        "best": str(found.forecasts[0].layout),
+        "layouts": len(result.forecasts),
+        "do_not_fit": result.too_large,
+        "best": str(result.forecasts[0].layout),
     }
 
 
@@ -155,6 +158,7 @@ def draw(table: dict[str, Any], compared: Sequence[Compared], llamas: Sequence[S
     three.scatter([r.published for r in runs], [r.mfu for r in runs], s=8, color="#7b8794")
     three.scatter([s.winner.published for s in llamas], [s.winner.mfu for s in llamas], s=30,
                   color="#d1495b", label="winners")  # fmt: skip
+    # Perfect predictions are on this diagonal.
     three.plot([20, 75], [20, 75], color="#1f2933", linewidth=1)
     three.set(title="arXiv 2311.05610, MFU in %", xlabel="published", ylabel="predicted")
     for axes in (one, two, three):

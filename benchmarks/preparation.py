@@ -1,14 +1,14 @@
-"""MB of text per second of `prepare`, beside Hugging Face datasets with the same tokenizer.
+"""MB of text per second of `prepare`, compared with Hugging Face datasets.
 
     pip install datasets
     python benchmarks/preparation.py ../shared/data
 
-The corpus is WikiText and the .py files of this Python's standard library and site-packages, a
-document a file, some 100 MB in one JSON Lines file. `prepare` is timed whole: reading, tokenising,
-shuffling, writing shards; `datasets` is timed for `map` alone, after reading. Both use two
-processes and the tokenizers trained here beforehand. Runs alternate; the result is the median of
-three. Every run of `prepare` has a Ray of its own, whose start is timed separately.
-Writes benchmarks/results/preparation.json.
+The corpus is WikiText and the .py files of this Python's standard library and site-packages, one
+document per file, about 100 MB in one JSON Lines file. The time of `prepare` includes reading,
+tokenising, shuffling and writing shards; that of `datasets` is `map` alone, after reading. Both use
+two processes and the same tokenizers, which are trained here beforehand. Runs alternate; the result
+is the median of three. Every run of `prepare` starts a new Ray session, whose start is timed
+separately. Writes benchmarks/results/preparation.json.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def config(corpus: Path, tokenizer: dict[str, Any]) -> PrepareConfig:
 
 
 def train_tokenizer(corpus: Path, kind: str, folder: Path) -> Path:
-    """Trains a tokenizer by preparing the corpus with it, and returns its folder."""
+    """Train a tokenizer by preparing the corpus with it; return its folder."""
     settings = {"train": kind, "vocab_size": VOCAB_SIZE, "max_bytes": 8 * 2**20}
     with ray_session("local", num_cpus=PROCESSES):
         prepare(config(corpus, settings), str(folder))
@@ -49,35 +49,37 @@ def train_tokenizer(corpus: Path, kind: str, folder: Path) -> Path:
 
 
 def run_elastrata(corpus: Path, tokenizer: Path) -> tuple[float, float, int]:
-    """Seconds to start Ray, seconds to prepare, and the tokens without special ones."""
-    begun = time.perf_counter()
+    """Return the seconds to start Ray, the seconds to prepare, and the number of tokens."""
+    start_time = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, ray_session("local", num_cpus=PROCESSES):
-        started = time.perf_counter()
+        ray_time = time.perf_counter()
         manifest = prepare(config(corpus, {"load": str(tokenizer)}), f"{folder}/out")
-        done = time.perf_counter()
-    return started - begun, done - started, manifest.tokens
+        end_time = time.perf_counter()
+    return ray_time - start_time, end_time - ray_time, manifest.tokens
 
 
 def run_datasets(corpus: Path, tokenizer: Path) -> tuple[float, int]:
-    """Seconds of `map`, and the tokens."""
+    """Return the seconds of `map`, and the number of tokens."""
     import datasets
     from transformers import AutoTokenizer
 
     datasets.disable_progress_bars()
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    loaded_tokenizer = AutoTokenizer.from_pretrained(tokenizer)
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        encoded = loaded(
+        encoded = loaded_tokenizer(
             batch["text"], add_special_tokens=False, return_attention_mask=False,
             return_token_type_ids=False,
         )  # fmt: skip
         return {"input_ids": encoded["input_ids"]}
 
+    # A new cache, as `map` would otherwise return the result of the previous run.
     with tempfile.TemporaryDirectory() as cache:
         data = datasets.load_dataset("json", data_files=str(corpus), split="train", cache_dir=cache)
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         mapped = data.map(tokenize, batched=True, num_proc=PROCESSES, remove_columns=["text"])
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start_time
+        # Outside of the timed part.
         tokens = sum(len(chunk.flatten()) for chunk in mapped.data.column("input_ids").chunks)
     return seconds, tokens
 

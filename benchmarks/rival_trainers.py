@@ -2,8 +2,8 @@
 
     python benchmarks/rival_trainers.py TRAINER VARIANT FOLDER SETTINGS
 
-All have the same samples, model and optimizer. The process prints one JSON object as its last line:
-the real tokens of every step, the positions of each of its samples, and when it ended.
+All trainers have the same samples, model and optimizer. The process prints one JSON object as its
+last line: the real tokens of every step, the positions of each of its samples, and its end time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from unittest.mock import patch
 
 THREADS = "1"
 
+# Before the imports of torch and transformers, which read these variables then.
 os.environ |= {"OMP_NUM_THREADS": THREADS, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import torch  # noqa: E402
@@ -36,14 +37,14 @@ from transformers import (  # noqa: E402
 )
 
 Variants = Mapping[str, "Callable[[Task], None]"]
-"""By name, functions that train on a task to its end and tell its meter about every step."""
+"""Functions, by name, that train a task to its end and report every step to its meter."""
 Features = dict[str, list[int]]
 Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What Elastrata's recipe says, for the others."""
+    """The values of Elastrata's recipe, for the other trainers."""
 
     steps: int
     batch_size: int
@@ -55,55 +56,56 @@ class Settings:
     eps: float
     weight_decay: float
     warmup_steps: int
-    """Then linear decay to 0 at `steps`."""
+    """Steps of warm-up, followed by linear decay to 0 at `steps`."""
     max_norm: float
-    """Of the gradient, clipped as a whole."""
+    """Maximum norm of the whole gradient, for clipping."""
 
 
 @dataclass
 class Meter:
-    """What a trainer computed on, and when each step ended."""
+    """Records the tokens of each batch and the end of each step."""
 
     tokens: list[int] = field(default_factory=list)
     """Real tokens of each batch."""
     lengths: list[int] = field(default_factory=list)
     """Positions of each sample of a batch, padding included."""
     seconds: list[float] = field(default_factory=list)
-    """On a clock, at the end of each step."""
+    """Clock time at the end of each step."""
 
     def saw(self, attention_mask: torch.Tensor) -> None:
-        """A batch was formed; shape [samples, positions]."""
+        """Record a batch; the mask has shape [samples, positions]."""
         self.tokens.append(int(attention_mask.sum()))
         self.lengths.append(attention_mask.shape[1])
 
     def step_ended(self) -> None:
-        """An optimizer step is done."""
+        """Record the end of an optimizer step."""
         self.seconds.append(time.perf_counter())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained, and on what."""
+    """The model to train, its samples and settings."""
 
     samples: SampleList
     model_folder: Path
-    """What `elastrata export` would write of the untrained model."""
+    """Export of the untrained model, in the format of `elastrata export`."""
     settings: Settings
     meter: Meter = field(default_factory=Meter)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The data set's."""
+        """The data set's tokenizer."""
         return AutoTokenizer.from_pretrained(self.model_folder)
 
     def model(self) -> nn.Module:
-        """The untrained model, the same for everybody."""
+        """Return the untrained model, the same for all trainers."""
+        # `from_pretrained` returns a model in evaluation mode, hence `.train()`.
         return AutoModelForMaskedLM.from_pretrained(
             self.model_folder, attn_implementation="sdpa"
         ).train()
 
     def collate(self, samples: Sequence[Features]) -> Batch:
-        """Pads to the longest sample of the batch, masks, and meters."""
+        """Pad to the longest sample of the batch, mask tokens, and record the batch."""
         batch: Batch = self._collator(samples)
         self.meter.saw(batch["attention_mask"])
         return dict(batch)
@@ -115,7 +117,7 @@ class Task:
         )
 
     def optimizer(self, model: nn.Module) -> torch.optim.AdamW:
-        """AdamW as Elastrata's recipe has it: fused, biases and norms do not decay."""
+        """Return AdamW as in Elastrata's recipe: fused, without decay of biases and norms."""
         settings, parameters = self.settings, list(model.parameters())
         return torch.optim.AdamW(
             [
@@ -131,7 +133,7 @@ class Task:
 
 
 class SampleList(Dataset[Features]):
-    """The samples as the collator wants them."""
+    """The samples in the form that the collator accepts."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
@@ -144,7 +146,7 @@ class SampleList(Dataset[Features]):
 
 
 def _accelerate_loop() -> Variants:
-    """Accelerate: a loop written by hand, random batches."""
+    """Accelerate: a hand-written loop with random batches."""
     from accelerate import Accelerator
     from accelerate.utils import set_seed
     from torch.utils.data import DataLoader
@@ -161,6 +163,7 @@ def _accelerate_loop() -> Variants:
             task.samples, settings.batch_size, shuffle=True, collate_fn=task.collate, drop_last=True
         )
         model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        # `range` comes first, so that no batch is collated after the last step.
         for _, batch in zip(range(settings.steps), loader, strict=False):
             accelerator.backward(model(**batch).loss)
             accelerator.clip_grad_norm_(model.parameters(), settings.max_norm)
@@ -173,11 +176,11 @@ def _accelerate_loop() -> Variants:
 
 
 def _composer_trainer() -> Variants:
-    """Composer's Trainer, random batches."""
+    """Composer's Trainer with random batches."""
     from torch.utils.data import DataLoader
 
-    # Composer imports torchvision, and that of PyPI fails at this call beside a CPU build of
-    # torch. Nothing of it is used here.
+    # Composer imports torchvision, whose PyPI build fails at this call with a CPU build of torch.
+    # Nothing of torchvision is used here.
     with patch("torch.library.register_fake", lambda *_, **__: lambda function: function):
         from composer import Callback, Trainer
         from composer.algorithms import GradientClipping
@@ -221,13 +224,13 @@ def _composer_trainer() -> Variants:
 
 
 def _huggingface() -> Variants:
-    """Hugging Face Trainer: random batches, and its batches of similar lengths."""
+    """Hugging Face Trainer: random batches, and batches grouped by length."""
     from torch.utils.data import Sampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
+    # Five of the 50 batches that the sampler sorts together: as many as a measurement has.
     stride = 10
-    """Of the batches of similar lengths, every so many-th is trained on: five of the 50 that the
-    sampler sorts together, as many as a measurement has."""
+    """Of the batches grouped by length, only every `stride`-th one is trained on."""
 
     class _Steps(TrainerCallback):
         def __init__(self, meter: Meter) -> None:
@@ -237,13 +240,11 @@ def _huggingface() -> Variants:
             self._meter.step_ended()
 
     class _Grouped(Trainer):
-        """Takes some of the sampler's batches, evenly spread.
-
-        The sampler sorts 50 batches by length, longest first; a measurement of fewer steps would
-        see long samples only. So it sees all lengths in their true proportion.
-        """
+        """Trainer on some of the sampler's batches, evenly spread over the lengths."""
 
         def _get_train_sampler(self, train_dataset: Any = None) -> Sampler:
+            # The sampler sorts 50 batches by length, longest first. Without the stride a
+            # measurement of fewer steps would see only long samples.
             sampler = super()._get_train_sampler(train_dataset)
             size, seed = self.args.train_batch_size, self.args.seed
             return _SomeBatches(sampler, size, first=seed % stride)

@@ -1,22 +1,22 @@
-"""Tokens/s over a slow network, by what is sent and when.
+"""Tokens/s over a slow network, by volume and schedule of the communication.
 
     python benchmarks/slow_network.py DATA_SET
 
-Two network namespaces, joined by a cable whose ends send at a limited rate (Linux: veth and tc's
-token bucket; needs root and Debian's iproute2). In each one gloo rank with one thread, both
-training BERT-mini on DATA_SET, which `elastrata prepare bert/wikitext-mini` wrote, through
-the engine's own step. In every round each technique takes one step; medians over the rounds.
+Connects two network namespaces by a virtual cable with limited rate (Linux: veth and tc's token
+bucket filter; needs root and Debian's iproute2). Each namespace has one gloo rank with one thread.
+Both train BERT-mini on DATA_SET, which `elastrata prepare bert/wikitext-mini` wrote, through the
+engine's own step. In every round each technique takes one step; the figures are medians over the
+rounds.
 
-compute: the same step on a model of one's own, so that nothing is sent.
-communication: the messages of one step, again, one after the other, without computation.
-hidden: the share of the communication that the step does not take longer for,
-1 - (step - compute) / communication; null where the communication is too short to tell.
-sent: what one end really sent in a step, by the device's own count.
+- compute: the same step with a separate model on each rank, so that nothing is sent.
+- communication: the messages of one step, repeated one after the other, without computation.
+- hidden: the share of the communication that does not extend the step, 1 - (step - compute) /
+  communication; null if the communication is too short to measure.
+- sent: bytes that one end sends in a step, as counted by the device.
+- errors: differences of bf16 sums from fp32 over 100 steps.
 
-errors: how far bf16 sums are from fp32, over 100 steps.
-
-Writes results/slow_network.json and .png after every part; the parts that are not measured again
-stay in it as they were. The part 100M takes nine minutes, each other one about one.
+Writes results/slow_network.json and .png after every part. Parts that are not measured again keep
+their earlier figures. The part 100M takes nine minutes, each other one about one minute.
 """
 
 from __future__ import annotations
@@ -57,30 +57,32 @@ from elastrata.trainer.preflight import training_data
 
 RANKS = 2
 RATES = {"100M": 100, "1G": 1_000, "10G": 10_000, "unlimited": 0}
-"""In megabits per second; 0: no limit."""
+"""Rates in megabits per second; 0: no limit."""
 ERRORS = "errors"
 RESULT = "slow_network"
 ADDRESSES, PORT = ("10.77.77.1", "10.77.77.2"), 29511
 PATIENCE = timedelta(seconds=120)
+# Functions of `torch.distributed` through which FSDP2 and the engine communicate.
 MESSAGES = ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "all_reduce")
 PROBE_BYTES = 8 * 2**20
+# Shorter communication is lost in the noise of the computation.
 SHORTEST_TO_TELL = 0.2
-"""Communication shorter than this share of the computation is lost in its noise."""
+"""Minimum communication time, as a share of the computation, to measure its overlap."""
 LOSS_STEPS, LOSS_BATCH = 100, 8
 
 
 @dataclass(frozen=True)
 class Technique:
-    """The differences between runs."""
+    """A way to train on two ranks."""
 
     parallel: Mapping[str, Any]
     micro_batches: int = 4
-    """In a step, on every rank."""
+    """Micro-batches per step and rank."""
     precision: str = "fp32"
     sum_every: bool = False
-    """Sums gradients after every micro-batch, not once a step."""
+    """Whether gradients are summed after every micro-batch instead of once per step."""
     alone: bool = False
-    """Each rank trains a model of its own and sends nothing."""
+    """Whether each rank trains a separate model and sends nothing."""
 
 
 KEPT = {"reshard_after_forward": False}
@@ -106,7 +108,8 @@ TECHNIQUES = {
 
 @contextmanager
 def network(megabits: int) -> Iterator[list[str]]:
-    """The names of two namespaces, joined by a cable that carries so much each way."""
+    """Create two namespaces, connected by a cable with this rate in each direction; yield their
+    names."""
     names = [f"elastrata-{os.getpid()}-{end}" for end in range(RANKS)]
     devices = [device_of(name) for name in names]
     try:
@@ -119,6 +122,8 @@ def network(megabits: int) -> Iterator[list[str]]:
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", device, "up")
             if megabits:
+                # 4 ms of data, and at least two large packets: a smaller bucket does not reach the
+                # rate.
                 burst = max(2**17, megabits * 1_000_000 // 8 // 250)
                 limit = f"tbf rate {megabits}mbit burst {burst} latency 50ms"
                 tc = f"tc qdisc add dev {device} root {limit}"
@@ -126,6 +131,7 @@ def network(megabits: int) -> Iterator[list[str]]:
         yield names
     finally:
         for name in names:
+            # Deletes the device, too. If the setup failed, there may be no such namespace.
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
@@ -138,7 +144,7 @@ def ip(*arguments: str) -> None:
 
 
 class Training:
-    """Step after step with one technique."""
+    """Trains step after step with one technique."""
 
     def __init__(self, technique: Technique, rank: int, overrides: Sequence[str]) -> None:
         recipe = load_recipe(
@@ -155,11 +161,12 @@ class Training:
         self._workload, self._technique, self._seed = recipe.workload, technique, recipe.seed
         torch.manual_seed(recipe.seed)
         self.model = self._workload.build_model(self._manifest.vocabulary, self._manifest.seq_len)
-        whole = rank_mesh("cpu", RANKS, "all" if technique.alone else recipe.parallel.replicate)
+        mesh = rank_mesh("cpu", RANKS, "all" if technique.alone else recipe.parallel.replicate)
         parallelize(
             self.model,
             self._workload.blocks(self.model),
-            whole["shard"] if technique.alone else whole,
+            # With `replicate: all` a shard group is a single rank, which sends nothing.
+            mesh["shard"] if technique.alone else mesh,
             precision=recipe.precision,
             activation_checkpointing="none",
             compile=False,
@@ -171,7 +178,7 @@ class Training:
         self._steps = steps_of(recipe, rank, RANKS)
 
     def step(self) -> dict[str, float]:
-        """Seconds of one step, tokens of both ranks in it, and the loss."""
+        """Take one step; return its seconds, its tokens on both ranks, and the loss."""
         part = next(self._steps)
         vocabulary = self._manifest.vocabulary
         batches = [
@@ -195,7 +202,7 @@ class Training:
 
 @contextmanager
 def recorded(messages: list[Callable[[], Any]]) -> Iterator[None]:
-    """Adds, for every message that is sent meanwhile, one that sends zeros in its place."""
+    """Record every message sent within the block, as a function that sends zeros instead."""
 
     def recording(message: Callable[..., Any]) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
@@ -204,6 +211,7 @@ def recorded(messages: list[Callable[[], Any]]) -> Iterator[None]:
                 key: torch.zeros_like(value) if isinstance(value, Tensor) else value
                 for key, value in kwargs.items()
             }
+            # Blocking, so that repeated messages do not overlap.
             messages.append(lambda: message(*blank, **{**named, "async_op": False}))
             return message(*args, **kwargs)
 
@@ -216,7 +224,7 @@ def recorded(messages: list[Callable[[], Any]]) -> Iterator[None]:
 
 
 def seconds_to_send(messages: Sequence[Callable[[], Any]], times: int) -> float:
-    """Median seconds of these messages, one after the other."""
+    """Return the median seconds of these messages, sent one after the other."""
     seconds = []
     for _ in range(times):
         dist.barrier()
@@ -232,9 +240,10 @@ def sent_bytes(device: str) -> int:
 
 
 def measured_megabits() -> float:
-    """Per second, one way: there and back, one after the other."""
+    """Return the measured rate in megabits per second, one way."""
     payload = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
     there_and_back = [partial(dist.broadcast, payload, src=rank) for rank in range(RANKS)]
+    # A broadcast between two ranks is one message from `src` to the other.
     seconds = seconds_to_send(there_and_back, 5)
     return round(RANKS * PROBE_BYTES * 8 / seconds / 1e6, 1)
 
@@ -242,15 +251,16 @@ def measured_megabits() -> float:
 def measure_rate(
     rank: int, device: str, overrides: Sequence[str], names: Sequence[str], rounds: int
 ) -> dict[str, Any]:
-    """Every technique over the network as it is."""
-    chosen = {name: TECHNIQUES[name] for name in names}
+    """Measure every technique over the current network."""
+    techniques = {name: TECHNIQUES[name] for name in names}
+    # One computation-only baseline for each shape of step.
     baselines = {
         (t.micro_batches, t.precision): Training(
             Technique({}, t.micro_batches, t.precision, alone=True), rank, overrides
         )
-        for t in chosen.values()
+        for t in techniques.values()
     }
-    trainings = {name: Training(t, rank, overrides) for name, t in chosen.items()}
+    trainings = {name: Training(t, rank, overrides) for name, t in techniques.items()}
     messages: dict[str, list[Callable[[], Any]]] = {name: [] for name in trainings}
     for name, training in trainings.items():
         with recorded(messages[name]):
@@ -265,29 +275,31 @@ def measure_rate(
             before = sent_bytes(device)
             steps[name].append(training.step())
             sent[name].append(sent_bytes(device) - before)
-    found = {}
-    for name, technique in chosen.items():
+    figures = {}
+    for name, technique in techniques.items():
         compute = statistics.median(alone[technique.micro_batches, technique.precision][1:])
         seconds = statistics.median(step["seconds"] for step in steps[name][1:])
-        alone_seconds = seconds_to_send(messages[name], 3)
-        tellable = alone_seconds > SHORTEST_TO_TELL * compute
-        found[name] = {
+        communication_seconds = seconds_to_send(messages[name], 3)
+        is_measurable = communication_seconds > SHORTEST_TO_TELL * compute
+        figures[name] = {
             "tokens_per_second": round(
                 statistics.median(step["tokens"] / step["seconds"] for step in steps[name][1:]), 1
             ),
             "seconds": round(seconds, 4),
             "seconds_of_steps": [round(step["seconds"], 4) for step in steps[name][1:]],
             "compute_seconds": round(compute, 4),
-            "communication_seconds": round(alone_seconds, 4),
-            "hidden": round(1 - (seconds - compute) / alone_seconds, 3) if tellable else None,
+            "communication_seconds": round(communication_seconds, 4),
+            "hidden": round(1 - (seconds - compute) / communication_seconds, 3)
+            if is_measurable
+            else None,
             "sent_megabytes": round(statistics.median(sent[name][1:]) / 1e6, 2),
             "messages": len(messages[name]),
         }
-    return {"measured_megabits_per_second": measured_megabits(), "techniques": found}
+    return {"measured_megabits_per_second": measured_megabits(), "techniques": figures}
 
 
 class Watched:
-    """A clip that keeps the gradient it was given, and leaves it as it is."""
+    """A clip that stores the gradient it receives and does not change it."""
 
     def __init__(self, training: Training) -> None:
         self._parameters = list(training.model.parameters())
@@ -306,13 +318,14 @@ class Watched:
 def measure_errors(
     rank: int, device: str, overrides: Sequence[str], names: Sequence[str], rounds: int
 ) -> dict[str, Any]:
-    """bf16 sums beside fp32: the first step's gradient, and the losses."""
+    """Compare bf16 sums with fp32: the gradient of the first step, and the losses."""
     ways = {"fp32": {}, "sharded": BF16, "copies": {**BF16, **COPIES}}
     gradients, losses = {}, {}
     for name, parallel in ways.items():
         small = [f"batch_size={LOSS_BATCH}", *overrides]
         training = Training(Technique(parallel), rank, small)
         plain = training.clip
+        # Only for the first step: later gradients also differ because the weights do.
         training.clip = watched = Watched(training)
         losses[name] = [training.step()["loss"]]
         gradients[name], training.clip = watched.gradient, plain
@@ -347,19 +360,19 @@ def on_rank(arguments: argparse.Namespace) -> None:
     overrides = [f"data.path={arguments.data_set}", *arguments.overrides]
     measure = MEASUREMENTS[arguments.measurement]
     device = os.environ["GLOO_SOCKET_IFNAME"]
-    found = measure(arguments.rank, device, overrides, arguments.techniques, arguments.rounds)
+    figures = measure(arguments.rank, device, overrides, arguments.techniques, arguments.rounds)
     if arguments.rank == 0:
-        Path(arguments.found).write_text(json.dumps(found), encoding="utf-8")
+        Path(arguments.found).write_text(json.dumps(figures), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
 def measured(measurement: str, megabits: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The figures of rank 0 over a cable of that rate."""
+    """Return the figures of rank 0 over a cable of this rate."""
     with tempfile.TemporaryDirectory() as folder, network(megabits) as names:
-        found = Path(folder) / "found.json"
+        result_path = Path(folder) / "found.json"
         command = [sys.executable, __file__, arguments.data_set, *arguments.overrides]
-        command += ["--measurement", measurement, "--found", str(found)]
+        command += ["--measurement", measurement, "--found", str(result_path)]
         command += ["--rounds", str(arguments.rounds), "--techniques", *arguments.techniques]
         ranks = [
             subprocess.Popen(
@@ -371,17 +384,18 @@ def measured(measurement: str, megabits: int, arguments: argparse.Namespace) -> 
         try:
             codes = [process.wait() for process in ranks]
         finally:
+            # An interrupted script must not leave ranks behind.
             for process in ranks:
                 process.kill()
                 process.wait()
         if any(codes):
             raise SystemExit(f"a rank ended with {codes}")
-        result: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+        result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
         return result
 
 
 def draw(rates: Mapping[str, Any], path: Path) -> None:
-    """A group of bars for every rate: tokens/s over those of the computation alone."""
+    """Draw a group of bars for every rate: tokens/s relative to the computation alone."""
     figure = picture(9, 4.5)
     axes = figure.subplots()
     names = [
@@ -392,8 +406,8 @@ def draw(rates: Mapping[str, Any], path: Path) -> None:
     ]
     width = 0.85 / len(names)
     for order, name in enumerate(names):
-        found = [rate["techniques"][name] for rate in rates.values()]
-        shares = [one["compute_seconds"] / one["seconds"] for one in found]
+        by_rate = [rate["techniques"][name] for rate in rates.values()]
+        shares = [one["compute_seconds"] / one["seconds"] for one in by_rate]
         places = [place + (order - len(names) / 2) * width for place in range(len(rates))]
         axes.bar(places, shares, width, label=name)
     axes.set_xticks(range(len(rates)), list(rates))
@@ -404,10 +418,13 @@ def draw(rates: Mapping[str, Any], path: Path) -> None:
 
 
 def write(part: str, found: dict[str, Any]) -> None:
-    """Puts a part beside those that were measured before."""
-    known = known_result(RESULT)
-    measured_rates = {**known.get("rates", {}), **({part: found} if part in RATES else {})}
-    errors = found if part == ERRORS else known.get(ERRORS)
+    """Write a part's figures, keeping those of other parts from earlier calls."""
+    earlier_figures = known_result(RESULT)
+    measured_rates = {
+        **earlier_figures.get("rates", {}),
+        **({part: found} if part in RATES else {}),
+    }
+    errors = found if part == ERRORS else earlier_figures.get(ERRORS)
     figures = {
         "ranks": RANKS,
         "rates": {name: measured_rates[name] for name in RATES if name in measured_rates},
@@ -435,11 +452,11 @@ def main() -> None:
     arguments.data_set = str(Path(arguments.data_set).resolve())
     for part in arguments.parts:
         kind = "rate" if part in RATES else "errors"
-        found = measured(kind, RATES.get(part, 0), arguments)
+        figures = measured(kind, RATES.get(part, 0), arguments)
         if arguments.only_print:
-            print(json.dumps(found))
+            print(json.dumps(figures))
         else:
-            write(part, found)
+            write(part, figures)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
-"""Sparse first, dense last: what is left of the loss, and what it costs.
+"""Sparse training followed by dense training: effect on the loss, and FLOPs.
 
     python benchmarks/sparse_dense.py ../shared/data/wikitext
 
 Trains a Llama of half a million weights on WikiText and the sources of this Python's standard
-library, as often as there are seeds, on equal tokens:
+library, once per seed and case, on equal tokens:
 
-dense: from the first step to the last.
-dense, two phases: likewise, with the rates of what follows: a warm-up in the last phase, too.
-static 50%, static 75%: so many of the matrices' weights at zero, drawn at random, then dense.
-rigl 75%: the zeros move, by RigL, then dense.
+- dense: dense from the first step to the last.
+- dense, two phases: dense, with the learning rates of the sparse cases, which have a warm-up in the
+  last phase, too.
+- static 50%, static 75%: this share of the matrices' weights is zero, chosen at random; then dense.
+- rigl 75%: RigL moves the zeros; then dense.
 
 All seeds have the same samples; weights, order and masks differ. The validation loss is that of
-WikiText's validation text after the last step, and that at the end of the sparse phase. FLOPs are
+WikiText's validation text after the last step, and at the end of the sparse phase. FLOPs are
 counted, not timed: unstructured zeros make no step faster, on a CPU or a GPU.
 
-`--steps 40 --seeds 1 --tiny` tries the script; with `--scratch FOLDER` it goes on where it was
-interrupted. Writes benchmarks/results/sparse_dense.json and sparse_dense.png.
+`--steps 40 --seeds 1 --tiny` tests the script; with `--scratch FOLDER` it resumes after an
+interruption. Writes benchmarks/results/sparse_dense.json and sparse_dense.png.
 """
 
 from __future__ import annotations
@@ -60,18 +61,18 @@ VOCABULARY, BATCH_SIZE, EVALUATIONS, CURVE_POINTS = 2048, 4, 8, 60
 
 @dataclass(frozen=True)
 class Trained:
-    """One run."""
+    """Results of one run."""
 
     losses: list[float]
-    """The loss of every step."""
+    """Loss of every step."""
     evaluated: dict[int, float]
-    """Validation loss by step."""
+    """Validation losses by step."""
     flops: list[dict[str, int]]
-    """The FLOPs of every phase."""
+    """FLOPs of every phase, without zeros (`dense`) and with them (`needed`)."""
 
 
 def write_recipe(arguments: argparse.Namespace, folder: Path) -> Path:
-    """The recipe that all runs vary, its data prepared."""
+    """Write the recipe that all runs vary, and prepare its data."""
     train, validation, library = sources(arguments.wikitext, folder / "python", "whole")
     values: dict[str, Any] = {
         "extends": "gpt/quick",
@@ -86,6 +87,7 @@ def write_recipe(arguments: argparse.Namespace, folder: Path) -> Path:
             },
         },
         "evaluation": {"every": max(1, arguments.steps // EVALUATIONS), "samples": 256},
+        # No checkpoints during a run.
         "checkpoint": {"every": 10 * arguments.steps, "hot_steps": 0},
         "workers": {"min": arguments.workers, "max": arguments.workers, "spares": False},
         "storage": str(folder / "runs"),
@@ -96,7 +98,10 @@ def write_recipe(arguments: argparse.Namespace, folder: Path) -> Path:
 
 
 def phases(arguments: argparse.Namespace, sparsity: Mapping[str, Any] | None) -> str:
-    """Two phases, the second of them dense, in YAML; the same rates with sparsity and without."""
+    """Return two phases as YAML, the second of them dense.
+
+    Learning rates are the same with and without sparsity.
+    """
     last = round(arguments.steps * arguments.dense_share)
     first = arguments.steps - last
     warm_up = {"shape": "cosine", "final": 0.1}
@@ -109,6 +114,7 @@ def phases(arguments: argparse.Namespace, sparsity: Mapping[str, Any] | None) ->
 
 
 def train(arguments: argparse.Namespace, recipe: Path, case: str, seed: int) -> Trained:
+    # Names of cases contain characters that names of runs may not have.
     name = f"{''.join(c if c.isalnum() else '-' for c in case)}-{seed}"
     overrides = [f"steps={arguments.steps}", f"seed={seed}", *arguments.overrides]
     if case == DENSE:
@@ -116,8 +122,8 @@ def train(arguments: argparse.Namespace, recipe: Path, case: str, seed: int) -> 
         overrides.append(f"schedule={{shape: cosine, final: 0.1, warmup_steps: {warm_up}}}")
     else:
         overrides.append(f"phases={phases(arguments, CASES[case])}")
-    done = elastrata("train", str(recipe), *overrides, "--name", name)
-    entries = history.read(Storage(done["run_dir"]).sub("history"))
+    result = elastrata("train", str(recipe), *overrides, "--name", name)
+    entries = history.read(Storage(result["run_dir"]).sub("history"))
     steps = history.effective_steps(entries)
     dense = round(arguments.steps * arguments.dense_share)
     ends = [arguments.steps] if case == DENSE else [arguments.steps - dense, arguments.steps]
@@ -131,15 +137,15 @@ def train(arguments: argparse.Namespace, recipe: Path, case: str, seed: int) -> 
 
 
 def summary(runs: Sequence[Trained], dense: Sequence[Trained]) -> dict[str, Any]:
-    """The figures of a case beside the dense runs with the same seeds."""
-    last = [list(run.evaluated.values())[-1] for run in runs]
-    beside = [list(run.evaluated.values())[-1] for run in dense]
-    gaps = [one - other for one, other in zip(last, beside, strict=True)]
-    whole = {kind: sum(part[kind] for part in runs[0].flops) for kind in ("dense", "needed")}
+    """Return the figures of a case, compared with the dense runs of the same seeds."""
+    final_losses = [list(run.evaluated.values())[-1] for run in runs]
+    dense_losses = [list(run.evaluated.values())[-1] for run in dense]
+    gaps = [one - other for one, other in zip(final_losses, dense_losses, strict=True)]
+    total_flops = {kind: sum(part[kind] for part in runs[0].flops) for kind in ("dense", "needed")}
     phase_ends = sorted(runs[0].evaluated)
     return {
-        "validation_loss": [round(loss, 4) for loss in last],
-        "mean_validation_loss": round(statistics.fmean(last), 4),
+        "validation_loss": [round(loss, 4) for loss in final_losses],
+        "mean_validation_loss": round(statistics.fmean(final_losses), 4),
         "above_dense": [round(gap, 4) for gap in gaps],
         "mean_above_dense": round(statistics.fmean(gaps), 4),
         "deviation_of_above_dense": round(statistics.stdev(gaps), 4) if len(gaps) > 1 else None,
@@ -147,7 +153,7 @@ def summary(runs: Sequence[Trained], dense: Sequence[Trained]) -> dict[str, Any]
         "times_fewer_flops_by_phase": [
             round(part["dense"] / part["needed"], 3) for part in runs[0].flops
         ],
-        "times_fewer_flops": round(whole["dense"] / whole["needed"], 3),
+        "times_fewer_flops": round(total_flops["dense"] / total_flops["needed"], 3),
         "validation": {
             step: [round(run.evaluated[step], 4) for run in runs] for step in phase_ends
         },
@@ -158,12 +164,12 @@ def summary(runs: Sequence[Trained], dense: Sequence[Trained]) -> dict[str, Any]
 
 
 def spans(losses: Sequence[float]) -> list[Any]:
-    """Equal spans of steps."""
+    """Return equal spans of steps."""
     return np.array_split(np.array(losses), min(CURVE_POINTS, len(losses)))
 
 
 def draw(cases: Mapping[str, Sequence[Trained]], path: Path) -> None:
-    """Validation loss over the steps, and over the FLOPs that were needed; every seed a line."""
+    """Draw validation losses over steps and over needed FLOPs, one line per seed."""
     figure = picture(10, 4.5)
     left, right = figure.subplots(1, 2, sharey=True)
     for (case, runs), color in zip(cases.items(), COLORS, strict=False):
@@ -171,7 +177,9 @@ def draw(cases: Mapping[str, Sequence[Trained]], path: Path) -> None:
             steps, losses = zip(*sorted(run.evaluated.items()), strict=True)
             label = case if number == 0 else None
             left.plot(steps, losses, color=color, label=label, linewidth=1)
-            right.plot([_needed(run, step) for step in steps], losses, color=color, linewidth=1)
+            right.plot(
+                [_needed_flops(run, step) for step in steps], losses, color=color, linewidth=1
+            )
     left.set_xlabel("optimizer step")
     left.set_ylabel("validation loss (nats)")
     right.set_xlabel("FLOPs needed so far")
@@ -179,8 +187,9 @@ def draw(cases: Mapping[str, Sequence[Trained]], path: Path) -> None:
     figure.savefig(path)
 
 
-def _needed(run: Trained, step: int) -> float:
-    """FLOPs up to a step; all steps of a phase cost about the same."""
+def _needed_flops(run: Trained, step: int) -> float:
+    """Return the FLOPs up to a step."""
+    # Interpolated: all steps of a phase cost about the same.
     ends = np.cumsum([0, *(part["needed"] for part in run.flops)])
     total = len(run.losses)
     shares = np.cumsum([0, *(part["dense"] for part in run.flops)])
@@ -198,19 +207,19 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="a folder that keeps data and runs")
     parser.add_argument("--cases", help="some, with ';' between")
     arguments = parser.parse_intermixed_args()
-    chosen = arguments.cases.split(";") if arguments.cases else list(CASES)
-    if unknown := set(chosen) - set(CASES):
+    cases = arguments.cases.split(";") if arguments.cases else list(CASES)
+    if unknown := set(cases) - set(CASES):
         parser.error(f"--cases: {'; '.join(sorted(unknown))}: expected some of {'; '.join(CASES)}")
-    found: dict[str, list[Trained]] = {case: [] for case in chosen}
+    runs_by_case: dict[str, list[Trained]] = {case: [] for case in cases}
     with scratch_folder(arguments.scratch) as scratch:
         recipe = write_recipe(arguments, scratch)
         for seed in range(arguments.seeds):
-            for case in chosen:
-                found[case].append(train(arguments, recipe, case, seed))
-                last = list(found[case][-1].evaluated.values())[-1]
+            for case in cases:
+                runs_by_case[case].append(train(arguments, recipe, case, seed))
+                last = list(runs_by_case[case][-1].evaluated.values())[-1]
                 print(f"{case}, seed {seed}: {last:.4f}", flush=True)
     name = "sparse_dense_tiny" if arguments.tiny else "sparse_dense"
-    draw(found, RESULTS / f"{name}.png")
+    draw(runs_by_case, RESULTS / f"{name}.png")
     write_result(
         name,
         {
@@ -218,7 +227,9 @@ def main() -> None:
             "dense_share": arguments.dense_share,
             "seeds": arguments.seeds,
             "flops": "forward and backward, attention causal-halved, without products with zeros",
-            "cases": {case: summary(runs, found[chosen[0]]) for case, runs in found.items()},
+            "cases": {
+                case: summary(runs, runs_by_case[cases[0]]) for case, runs in runs_by_case.items()
+            },
         },
         ("elastrata", "ray", "torch"),
     )

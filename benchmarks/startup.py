@@ -1,9 +1,9 @@
-"""Where the time from `elastrata train` to the first step goes.
+"""Time from `elastrata train` to the first step, by phase.
 
     python benchmarks/startup.py DATA_SET
 
-Every round is a process of its own that trains `bert/wikitext-mini` for one step, with one worker
-and with two; medians over the rounds. DATA_SET is prepared by `elastrata prepare`.
+Every round is a new process that trains `bert/wikitext-mini` for one step, with one worker and with
+two; the figures are medians over the rounds. `elastrata prepare` prepares DATA_SET.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ PHASES = {
 
 
 def one_start(data: str, workers: int) -> dict[str, float]:
-    """Seconds by phase of one start, in this process."""
+    """Return the seconds of one start in this process, by phase."""
     born = time.perf_counter()
+    # Imported here, as imports are one of the phases.
     from elastrata.driver.launch import train
     from elastrata.recipe.file import load_recipe
     from elastrata.step.events import Event, Launched, Started
@@ -68,6 +69,7 @@ def one_start(data: str, workers: int) -> dict[str, float]:
     in_worker = sum(
         seconds.get(name, 0) for name in ("shard", "model", "data", "state", "held_out")
     )
+    # Not reported by the engine: the rest between two events.
     seconds["workers"] = marks["Started"] - marks["Launched"] - in_worker
     seconds["total"] = marks["StepRecord"] - born
     return seconds

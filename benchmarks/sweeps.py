@@ -1,10 +1,11 @@
-"""A sweep of BERT-tiny with ASHA beside the full grid of the same space: what it costs and finds.
+"""Cost and result of a sweep of BERT-tiny with ASHA, compared with the full grid.
 
     python benchmarks/sweeps.py ../shared/data/wikitext
 
-Prepares WikiText once, tries all 16 points of a grid to their end, then 16 random points of the
-same space with ASHA, and writes `results/sweeps.json`: seconds that a trial costs over its
-training, tokens that early stopping saves, and how near its best comes to that of the grid.
+Prepares WikiText once, trains all 16 points of a grid to their end, then 16 random points of the
+same space with ASHA. Writes `results/sweeps.json`: the seconds that a trial takes in addition to
+its training, the tokens that early stopping saves, and the difference of ASHA's best loss from that
+of the grid.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SPACE: dict[str, Any] = {
     "clip.max_norm": {"uniform": [0.3, 1.0], "points": 2},
 }
 TRIALS, LEAST_CHECKS = 16, 12
-"""Points, and evaluations of a trial: schedulers look at these."""
+"""Number of trials, and of evaluations per trial, on which schedulers decide."""
 
 
 def changes(wikitext: Path, scratch: Path, steps: int) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def changes(wikitext: Path, scratch: Path, steps: int) -> dict[str, Any]:
 
 
 def seconds_over_training(result: SweepResult) -> list[float]:
-    """Per trial, in order: from its suggestion to its end, less steps and evaluations."""
+    """Return the seconds from each trial's suggestion to its end, without steps and evaluations."""
     entries = history.read(Storage(result.folder).sub(JOURNAL))
     begins = {e["trial"]: e["time"] for e in entries if e["kind"] == "suggested"}
     ends = {e["trial"]: e["time"] for e in entries if e["kind"] == "concluded"}
@@ -66,6 +67,7 @@ def figures(result: SweepResult, slots: int) -> dict[str, Any]:
         "states": result.summary()["trials"],
         "seconds": result.seconds,
         "seconds_training": sum(trial.seconds for trial in trials),
+        # The first trial of each slot also starts its worker, so it counts separately.
         "seconds_over_training_first": over[:slots],
         "seconds_over_training_mean": mean(over[slots:]),
         "seconds_over_training_median": median(over[slots:]),
@@ -92,19 +94,22 @@ def main() -> None:
         asha = elastrata.sweep(
             elastrata.SweepConfig(name="asha", scheduler={"name": "asha"}, **common)
         )
-        found: dict[str, Any] = {"space": SPACE, "asha": figures(asha, arguments.slots)}
+        result: dict[str, Any] = {"space": SPACE, "asha": figures(asha, arguments.slots)}
         if arguments.only != "asha":
             grid = elastrata.sweep(
                 elastrata.SweepConfig(name="grid", searcher={"name": "grid"}, **common)
             )
-            found["grid"] = figures(grid, arguments.slots)
+            result["grid"] = figures(grid, arguments.slots)
             assert asha.status == grid.status == "FINISHED"
             assert asha.best_value
             assert grid.best_value
-            found["loss_over_that_of_the_grid"] = asha.best_value / grid.best_value - 1
-        whole = max(trial.tokens for trial in asha.standings.trials.values())
-        found["share_of_tokens_saved"] = 1 - found["asha"]["tokens"] / (arguments.trials * whole)
-    write_result("sweeps", found, ("elastrata", "ray", "torch"))
+            result["loss_over_that_of_the_grid"] = asha.best_value / grid.best_value - 1
+        # A trial that ASHA did not stop.
+        full_trial_tokens = max(trial.tokens for trial in asha.standings.trials.values())
+        result["share_of_tokens_saved"] = 1 - result["asha"]["tokens"] / (
+            arguments.trials * full_trial_tokens
+        )
+    write_result("sweeps", result, ("elastrata", "ray", "torch"))
 
 
 if __name__ == "__main__":

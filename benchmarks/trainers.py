@@ -1,32 +1,32 @@
-"""Useful tokens per second of a training run, beside other trainers.
+r"""Useful tokens per second of a training run, compared with other trainers.
 
     python -m venv ../rivals
     ../rivals/bin/pip install torch==2.13.0 transformers==5.23.0 accelerate==1.15.0
     python -m venv ../composer
-    ../composer/bin/pip install torch==2.13.0 torchvision==0.28.0 transformers==5.23.0 \\
-        torchmetrics==1.7.4 torch_optimizer==0.3.0 mosaicml-cli==0.7.5 coolname tabulate \\
+    ../composer/bin/pip install torch==2.13.0 torchvision==0.28.0 transformers==5.23.0 \
+        torchmetrics==1.7.4 torch_optimizer==0.3.0 mosaicml-cli==0.7.5 coolname tabulate \
         py-cpuinfo "importlib-metadata<9" psutil
     ../composer/bin/pip install --no-deps mosaicml==0.32.1
-    python benchmarks/trainers.py ../shared/data/wikitext \\
+    python benchmarks/trainers.py ../shared/data/wikitext \
         --python ../rivals/bin/python --composer ../composer/bin/python
 
-Composer's newest release asks for torch before 2.7.1; without its dependencies it installs beside
-the torch of everybody else, and trains.
+Composer's newest release requires torch before 2.7.1. Without its dependencies it can be installed
+with the torch version of the other trainers, and trains.
 
 All train BERT-mini from the same weights, on the same samples: WikiText's articles and the files of
-this Python's standard library, up to 512 tokens, at their natural lengths, a WordPiece of 8,192
-words. Nearly all of these are cut at 512; `--documents paragraph` takes their paragraphs, most of
-them short. Equal batch size, fused AdamW, schedule, clipping and share of masked tokens; fp32, one
-thread, Ray's niceness. The rivals' batches are drawn at random and padded to the longest of their
-samples, and they call PyTorch's fused attention. Elastrata runs as `elastrata train`, with its data
-pipeline, history and MLflow on the clock: with one worker, and with two whose parameters are
-divided, divided and gathered once a step, or whole copies.
+this Python's standard library, up to 512 tokens, at their natural lengths, with a WordPiece
+vocabulary of 8,192. Nearly all of these are cut at 512; `--documents paragraph` uses their
+paragraphs, most of them short. Batch size, fused AdamW, schedule, clipping and share of masked
+tokens are equal; fp32, one thread, Ray's niceness. The rivals' batches are random and padded to
+their longest sample, and they use PyTorch's fused attention. Elastrata runs as `elastrata train`;
+its data pipeline, history and MLflow are included in the time. It runs with one worker, and with
+two whose parameters are sharded, sharded and gathered once per step, or replicated.
 
-Every trainer is measured in processes of its own, turn by turn: real tokens over the seconds
-between the ends of the same steps, start and warm-up left out. Ratios are medians over rounds.
+Trainers are measured by turns, each run in a new process: real tokens over the seconds between the
+ends of the same steps, without start and warm-up. Ratios are medians over rounds.
 
-`--scratch DIR` keeps data and rounds for the next time; a later call adds its rounds to them.
-Writes `results/trainers.json`, or `trainers-paragraphs.json`.
+`--scratch DIR` keeps data and rounds; a later call adds its rounds to them. Writes
+`results/trainers.json`, or `trainers-paragraphs.json`.
 """
 
 from __future__ import annotations
@@ -69,33 +69,33 @@ RIVALS = {
     "Accelerate, a loop by hand": ("accelerate_loop", "by hand"),
     "Composer": ("composer_trainer", "default"),
 }
-"""By name: a trainer of rival_trainers.py and one of its variants."""
+"""A trainer of rival_trainers.py and one of its variants, by display name."""
 RESULT = {"whole": "trainers", "paragraph": "trainers-paragraphs"}
-"""By what a document is."""
+"""Name of the result, by unit of a document."""
 OURS = {
     "Elastrata, 1 worker": (1, ()),
     "Elastrata, 2 workers": (2, ()),
     "Elastrata, 2 workers, parameters kept": (2, ("parallel.reshard_after_forward=false",)),
     "Elastrata, 2 workers, a copy each": (2, ("parallel.replicate=all",)),
 }
-"""By name: workers, and what is not as the recipe says."""
+"""Number of workers and overrides of the recipe, by display name."""
 ONE, *TWO = OURS
 DEFAULT = next(iter(RIVALS))
 PACKAGES = ("torch", "transformers", "accelerate")
 COMPOSER_PACKAGES = ("torch", "transformers", "mosaicml")
 Step = dict[str, float]
-"""One step: its real tokens, computed positions, FLOPs, and when it ended, in seconds."""
+"""Real tokens of a step, its computed positions, its FLOPs, and its end time in seconds."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The data and environments that trainers are given."""
+    """Data and Python environments of the trainers."""
 
     scratch: Path
     rivals: Path
-    """The Python that has the rivals but Composer."""
+    """Python of the environment with all rivals except Composer."""
     composer: Path
-    """The Python that has Composer."""
+    """Python of the environment with Composer."""
 
     @property
     def recipe_path(self) -> Path:
@@ -105,7 +105,7 @@ class Bench:
         return load_recipe(str(self.recipe_path), [f"seed={seed}"])
 
     def steps(self, trainer: str, seed: int) -> list[Step]:
-        """Trains once, from the beginning, and returns the steps."""
+        """Train once from the beginning and return the steps."""
         if trainer in OURS:
             return self.our_steps(*OURS[trainer], seed)
         return self.rival_steps(RIVALS[trainer], seed)
@@ -127,7 +127,8 @@ class Bench:
         recipe = self.recipe(seed)
         python = self.composer if rival == RIVALS["Composer"] else self.rivals
         script = Path(__file__).with_name("rival_trainers.py")
-        found = last_line(
+        output = last_line(
+            # At the niceness of Elastrata's workers.
             ["nice", "-n", NICENESS, python, script, *rival, self.scratch, settings(recipe)]
         )
         return [
@@ -135,16 +136,20 @@ class Bench:
                 "tokens": tokens,
                 "positions": BATCH_SIZE * length,
                 "flops": padded_flops(recipe, length),
-                "ended": ended,
+                "ended": end_time,
             }
-            for tokens, length, ended in zip(
-                found["tokens"], found["lengths"], found["seconds"], strict=False
+            for tokens, length, end_time in zip(
+                # A prefetched batch may have been collated after the last step.
+                output["tokens"],
+                output["lengths"],
+                output["seconds"],
+                strict=False,
             )
         ]
 
 
 def settings(recipe: Recipe) -> str:
-    """The recipe's values as the rivals' `Settings`."""
+    """Return the recipe's values as the rivals' `Settings`, in JSON."""
     optimizer, workload = recipe.optimizer, recipe.workload
     assert isinstance(workload, MaskedTransformer)
     return json.dumps(
@@ -164,8 +169,10 @@ def settings(recipe: Recipe) -> str:
 
 
 def padded_flops(recipe: Recipe, length: int) -> int:
-    """FLOPs of a padded batch: every position attends to all of its row, and goes through the
-    head."""
+    """Return the FLOPs of a padded batch.
+
+    Every position attends to all of its row and goes through the head.
+    """
     workload = recipe.workload
     assert isinstance(workload, MaskedTransformer)
     spec = workload.model_spec(training_data(recipe).train.manifest.vocabulary, length)
@@ -173,7 +180,7 @@ def padded_flops(recipe: Recipe, length: int) -> int:
 
 
 def prepare_all(wikitext: Path, scratch: Path, documents: Documents) -> None:
-    """What trainers need, in a folder: BERT-mini on the texts that the docstring names."""
+    """Prepare the recipe, data and model that the trainers need."""
     prepared = {
         "sources": sources(wikitext, scratch / "python", documents),
         "tokenizer": {"vocab_size": VOCABULARY},
@@ -186,14 +193,13 @@ def prepare_all(wikitext: Path, scratch: Path, documents: Documents) -> None:
 def prepare_trainers(
     scratch: Path, base: str, prepared: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    """Writes the recipe, and what is missing of the data set, the same samples as plain arrays, and
-    the untrained model.
+    """Write the recipe and, if missing, the data set, its plain arrays and the untrained model.
 
     Args:
-        scratch: the folder that gets them.
-        base: the recipe that is extended.
-        prepared: its `data.prepare`.
-        changes: other keys of it.
+        scratch: output folder.
+        base: recipe to extend.
+        prepared: value of `data.prepare`.
+        changes: other keys of the recipe.
     """
     data = scratch / "data"
     values = {
@@ -202,6 +208,7 @@ def prepare_trainers(
         "batch_size": BATCH_SIZE,
         "schedule": {"warmup_steps": 2},
         "checkpoint": {"every": 1000},
+        # Spare workers would compete for the cores.
         "workers": {"threads": 1, "spares": False},
         **changes,
     }
@@ -222,33 +229,34 @@ def prepare_trainers(
 
 
 def measured(steps: Sequence[Step]) -> dict[str, float]:
-    """The figures of one run, from its steps but for the warm-up and the last."""
-    counted = steps[WARM_UP:-1]
-    tokens = sum(step["tokens"] for step in counted)
-    seconds = counted[-1]["ended"] - steps[WARM_UP - 1]["ended"]
+    """Return the figures of one run, without its warm-up and its last step."""
+    counted_steps = steps[WARM_UP:-1]
+    tokens = sum(step["tokens"] for step in counted_steps)
+    seconds = counted_steps[-1]["ended"] - steps[WARM_UP - 1]["ended"]
     return {
         "tokens_per_second": tokens / seconds,
         "tokens": tokens,
-        "padding": 1 - tokens / sum(step["positions"] for step in counted),
-        "flops_per_token": sum(step["flops"] for step in counted) / tokens,
+        "padding": 1 - tokens / sum(step["positions"] for step in counted_steps),
+        "flops_per_token": sum(step["flops"] for step in counted_steps) / tokens,
     }
 
 
 def measure(
     bench: Bench, rounds: int, trainers: Sequence[str] = (*RIVALS, *OURS)
 ) -> list[dict[str, dict[str, float]]]:
-    """Runs rounds of trainers, turn by turn; returns these and those kept from earlier."""
-    kept = bench.scratch / "rounds.json"
-    found = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else []
+    """Run rounds of trainers by turns; return these and the rounds kept from earlier calls."""
+    rounds_path = bench.scratch / "rounds.json"
+    all_rounds = json.loads(rounds_path.read_text(encoding="utf-8")) if rounds_path.exists() else []
     for _ in range(rounds):
         figures = {}
         for trainer in trainers:
-            figures[trainer] = measured(bench.steps(trainer, seed=len(found)))
+            # Every round has another seed, so other batches.
+            figures[trainer] = measured(bench.steps(trainer, seed=len(all_rounds)))
             figures[trainer]["load"] = os.getloadavg()[0]
             print(f"{trainer}: {figures[trainer]['tokens_per_second']:.0f} tokens/s", flush=True)
-        found.append(figures)
-        kept.write_text(json.dumps(found), encoding="utf-8")
-    return found
+        all_rounds.append(figures)
+        rounds_path.write_text(json.dumps(all_rounds), encoding="utf-8")
+    return all_rounds
 
 
 def row(trainer: str, rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
@@ -276,7 +284,7 @@ def row(trainer: str, rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str
 def ratio(
     one: str, others: Sequence[str], rounds: Sequence[dict[str, dict[str, float]]]
 ) -> dict[str, Any]:
-    """How many times as fast `one` is as the fastest of others, round by round, and the median."""
+    """Return the speed of `one` over that of the fastest of `others`, by round, and its median."""
     ratios = [
         figures[one]["tokens_per_second"]
         / max(figures[other]["tokens_per_second"] for other in others)
@@ -290,7 +298,7 @@ def ratio(
 
 
 def data_set(scratch: Path) -> dict[str, Any]:
-    """The sizes of the samples."""
+    """Return the sizes of the samples."""
     manifest = Manifest.read(Storage(str(scratch / "data")))
     shorter = sum(manifest.length_histogram[: manifest.seq_len]) / manifest.samples
     return {

@@ -1,16 +1,16 @@
-"""Validation loss by tokens: Elastrata's order and deal beside batches drawn at random.
+"""Validation loss by tokens: Elastrata's order and deal compared with random batches.
 
     python benchmarks/trainers_loss.py ../shared/data/wikitext
 
-BERT-tiny on the paragraphs of WikiText and of this Python's standard library, up to 128 tokens,
-every seed twice: with the batches that `elastrata train` would train on, dealt to two ranks, and
-with batches cut from a permutation of all samples by `torch.randperm`. All else is the same: the
-first weights, the masks of a sample, the engine's step, AdamW, schedule, clipping, evaluation. A
-run is one process of one thread, without Ray; two run at once. The batches of both are compared,
-too: how many tokens they have, and how many rare words two samples of one share, which samples of
-one document would.
+Trains BERT-tiny on the paragraphs of WikiText and of this Python's standard library, up to 128
+tokens. Every seed trains twice: with the batches of `elastrata train`, dealt to two ranks, and with
+batches cut from a permutation of all samples by `torch.randperm`. All else is the same: initial
+weights, masks of a sample, the engine's step, AdamW, schedule, clipping, evaluation. A run is one
+process with one thread, without Ray; two run at the same time. The batches of both are also
+compared: their number of tokens, and the number of rare words that two samples of a batch share,
+which would be high if they came from one document.
 
-Writes `results/trainers-loss.json` and `.png`; `--parts batches` keeps the losses that are there.
+Writes `results/trainers-loss.json` and `.png`; `--parts batches` keeps the existing losses.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ from elastrata_pipelines.rows import Rows
 SEEDS, STEPS, EVERY, BATCH_SIZE, RANKS, POINTS = 4, 600, 50, 32, 2, 6
 DEALT, DRAWN = "Elastrata's order and deal", "batches drawn at random"
 PARTS = ("losses", "batches")
+# The tokenizer numbers its tokens roughly by frequency.
 RARE = 800
-"""Ids from here on: tokens are numbered by how common they are, roughly."""
+"""First id of a rare token."""
 RESULT = "trainers-loss"
 Curve = list[tuple[int, float]]
-"""Tokens seen, and the validation loss then."""
+"""Pairs of tokens seen and validation loss."""
 Curves = dict[str, list[Curve]]
-"""A curve per seed."""
+"""A curve per seed, by name."""
 
 
 def dealt_steps(batches: Batches, recipe: Recipe) -> Iterator[list[Rows]]:
-    """The micro-batches of every step, those of all ranks, as a training run has them."""
+    """Yield the micro-batches of all ranks for every step, as in a training run."""
     dtype = batches.manifest.token_dtype
     for group in batches.groups(
         Start(), steps=recipe.steps, batch_size=recipe.batch_size, max_tokens=2**20
@@ -74,20 +75,19 @@ def dealt_steps(batches: Batches, recipe: Recipe) -> Iterator[list[Rows]]:
 
 
 def drawn_steps(batches: Batches, recipe: Recipe) -> Iterator[list[Rows]]:
-    """The micro-batches of steps that one permutation of all samples is cut into.
-
-    Rows are sorted by length inside their batch, for speed alone: a loss is a sum over them.
-    """
+    """Yield the micro-batches of steps cut from one permutation of all samples."""
     manifest, size = batches.manifest, recipe.batch_size
     samples = pa.concat_tables(batches.stripes().read(range(manifest.stripes))).combine_chunks()
     lengths = samples["length"].to_numpy()
     generator = torch.Generator().manual_seed(recipe.seed)
     order = torch.randperm(manifest.samples, generator=generator).numpy()
     for step in range(recipe.steps):
-        chosen = order[step * size : (step + 1) * size]
-        chosen = chosen[np.argsort(-lengths[chosen], kind="stable")]
+        chosen_rows = order[step * size : (step + 1) * size]
+        # Rows are sorted by length within their batch for speed; the loss is a sum over them.
+        chosen_rows = chosen_rows[np.argsort(-lengths[chosen_rows], kind="stable")]
         layout = StepLayout(step=step + 1, cuts=[0, size], imbalance=1.0)
-        payload = encode(samples.take(chosen), np.zeros(size, np.int64), [layout])
+        # Through the payload format, so that the rows have the same form as dealt ones.
+        payload = encode(samples.take(chosen_rows), np.zeros(size, np.int64), [layout])
         (part,) = decode(payload, manifest.token_dtype)
         yield part.micro_batches
 
@@ -96,7 +96,7 @@ STEPS_OF = {DEALT: dealt_steps, DRAWN: drawn_steps}
 
 
 def train(name: str, recipe: Recipe) -> Curve:
-    """One run in this process."""
+    """Train one run in this process."""
     torch.set_num_threads(1)
     data = training_data(recipe)
     (validation,) = data.held_out
@@ -111,19 +111,20 @@ def train(name: str, recipe: Recipe) -> Curve:
     ).micro_batches
     tokens, curve = 0, []
     for number, micro_batches in enumerate(STEPS_OF[name](data.train, recipe)):
-        ready = [workload.collate(rows, vocabulary, recipe.seed) for rows in micro_batches]
+        collated = [workload.collate(rows, vocabulary, recipe.seed) for rows in micro_batches]
         set_learning_rate(optimizer, recipe.learning_rate(number))
-        weights = {"mlm": sum(batch.weights["mlm"] for batch in ready)}
-        train_step(forward_backward, optimizer, ready, weights=weights, clip=clip)
+        weights = {"mlm": sum(batch.weights["mlm"] for batch in collated)}
+        train_step(forward_backward, optimizer, collated, weights=weights, clip=clip)
         tokens += sum(len(rows.tokens) for rows in micro_batches)
         if (number + 1) % recipe.evaluation.every == 0:
-            found = evaluate(forward_backward, workload, held_out, vocabulary, torch.device(device))
-            curve.append((tokens, found.total))
+            loss = evaluate(forward_backward, workload, held_out, vocabulary, torch.device(device))
+            # Over tokens, as random batches have other numbers of tokens than dealt ones.
+            curve.append((tokens, loss.total))
     return curve
 
 
 def batch_figures(name: str, recipe: Recipe) -> dict[str, float]:
-    """The batches of a run: their tokens, and the rare words that two of their samples share."""
+    """Return the tokens of a run's batches, and the rare words that two of their samples share."""
     tokens, shared = [], []
     for micro_batches in STEPS_OF[name](training_data(recipe).train, recipe):
         tokens.append(sum(len(rows.tokens) for rows in micro_batches))
@@ -133,6 +134,7 @@ def batch_figures(name: str, recipe: Recipe) -> dict[str, float]:
             for sample in np.split(rows.tokens, np.cumsum(rows.lengths)[:-1])
         ]
         counts = Counter(word for sample in samples for word in sample).values()
+        # Ordered pairs, as in the sum below.
         pairs = len(samples) * (len(samples) - 1)
         shared.append(sum(count * (count - 1) for count in counts) / pairs)
     return {
@@ -144,7 +146,7 @@ def batch_figures(name: str, recipe: Recipe) -> dict[str, float]:
 
 
 def write_recipe(wikitext: Path, scratch: Path) -> Path:
-    """Writes the recipe, and its data set unless it is there."""
+    """Write the recipe, and prepare its data set if it is missing."""
     values = {
         "extends": "bert/tiny",
         "data": {
@@ -167,7 +169,7 @@ def write_recipe(wikitext: Path, scratch: Path) -> Path:
 
 
 def run_all(recipe: Path, seeds: int) -> Curves:
-    """All runs, two at a time."""
+    """Train all runs, two at a time."""
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         running = {
             name: [
@@ -180,36 +182,41 @@ def run_all(recipe: Path, seeds: int) -> Curves:
 
 
 def losses_at(curves: Sequence[Curve], tokens: Sequence[int]) -> np.ndarray:
-    """Losses interpolated at equal numbers of tokens, shape [seeds, len(tokens)]."""
+    """Return losses interpolated at equal numbers of tokens, shape [seeds, len(tokens)]."""
     return np.array([np.interp(tokens, *zip(*curve, strict=True)) for curve in curves])
 
 
 def comparison(curves: Curves) -> list[dict[str, Any]]:
-    """Both at equal numbers of tokens, up to the last that all runs have seen."""
+    """Compare both at equal numbers of tokens, up to the last that all runs have seen."""
     ends = [curve[-1][0] for runs in curves.values() for curve in runs]
     starts = [curve[0][0] for runs in curves.values() for curve in runs]
     tokens = np.linspace(max(starts), min(ends), POINTS).astype(int).tolist()
-    dealt, drawn = (losses_at(curves[name], tokens) for name in (DEALT, DRAWN))
+    dealt_losses, drawn_losses = (losses_at(curves[name], tokens) for name in (DEALT, DRAWN))
     return [
         {
             "tokens": count,
             **{
                 name: {
-                    "mean": round(float(found.mean()), 4),
-                    "seeds": [round(loss, 4) for loss in found.tolist()],
-                    "standard_deviation": round(statistics.stdev(found.tolist()), 4),
+                    "mean": round(float(seed_losses.mean()), 4),
+                    "seeds": [round(loss, 4) for loss in seed_losses.tolist()],
+                    "standard_deviation": round(statistics.stdev(seed_losses.tolist()), 4),
                 }
-                for name, found in ((DEALT, dealt[:, place]), (DRAWN, drawn[:, place]))
+                for name, seed_losses in (
+                    (DEALT, dealt_losses[:, place]),
+                    (DRAWN, drawn_losses[:, place]),
+                )
             },
-            "difference_of_means": round(float(dealt[:, place].mean() - drawn[:, place].mean()), 4),
-            "spread_of_the_random_seeds": round(float(np.ptp(drawn[:, place])), 4),
+            "difference_of_means": round(
+                float(dealt_losses[:, place].mean() - drawn_losses[:, place].mean()), 4
+            ),
+            "spread_of_the_random_seeds": round(float(np.ptp(drawn_losses[:, place])), 4),
         }
         for place, count in enumerate(tokens)
     ]
 
 
 def draw(curves: Curves, path: Path) -> None:
-    """Every seed as a line, the seeds of each kind as a band."""
+    """Draw a line for every seed, and a band around the seeds of each kind."""
     figure = picture(8, 5)
     axes = figure.subplots()
     for name, runs in curves.items():
@@ -227,7 +234,7 @@ def draw(curves: Curves, path: Path) -> None:
 
 
 def loss_figures(curves: Curves) -> dict[str, Any]:
-    """Both curves, drawn too."""
+    """Return the figures of both curves, and draw them."""
     compared = comparison(curves)
     draw(curves, RESULTS / f"{RESULT}.png")
     return {

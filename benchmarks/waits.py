@@ -1,21 +1,21 @@
-"""Seconds that ranks wait for one another, under the deal and under other ways to share a batch.
+"""Seconds that ranks wait for one another, by the scheme that shares a batch between them.
 
     python benchmarks/waits.py ../shared/data/wikitext
 
 Gloo ranks train BERT-mini on paragraphs of WikiText and definitions of Python's library, 16 samples
-a rank. Every global batch is shared by each scheme in turn: a rank goes forward and backward over
-its micro-batches without a message, then meets the others at a barrier and adds up gradients with
-them; after the last scheme comes one update, so that all schemes see the same batches and weights.
-All ranks sort their rows by length. `the same rows` gives every rank those of rank 0 under the
-deal: what they still wait is the machine's doing.
+per rank. Every global batch is shared by each scheme in turn. A rank runs forward and backward over
+its micro-batches without communication, then meets the others at a barrier and sums gradients with
+them. One update follows the last scheme, so that all schemes see the same batches and weights. All
+ranks sort their rows by length. `the same rows` gives every rank the rows of rank 0 under the deal:
+the remaining waiting time is due to the machine.
 
-- by CPU time: a rank waits as long as the slowest one computes longer, in CPU time of one thread,
-  which holds also where ranks share cores.
-- by the clock: what ranks spend at the barrier, where each has a core.
-- predicted: work by the deal's cost model, largest of a rank over the mean.
+- by CPU time: a rank waits for the slowest one's additional CPU time of its thread. This is valid
+  even if ranks share cores.
+- by the clock: the time that ranks spend at the barrier, if each has a core.
+- predicted: work by the deal's cost model, the largest of all ranks over the mean.
 
-`forms` counts what is computed per token of text when rows are padded, from the lengths alone.
-Writes benchmarks/results/waits.json.
+`forms` counts the computation per token of text with padded rows, from the lengths alone. Writes
+benchmarks/results/waits.json.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ SIZES, SAMPLES_EACH, WARM_UP = (2, 4), 16, 2
 DEAL, STRATIFIED, RANDOM, CONTROL = "dealt by work", "stratified", "random", "the same rows"
 SCHEMES = (DEAL, STRATIFIED, RANDOM)
 COUNTED = ("bert/mini", "bert/base")
-"""The models whose FLOPs are counted."""
+"""Models whose FLOPs are counted."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The time of one rank for its share of one batch."""
+    """Time of one rank for its share of one batch."""
 
     work: int
     cpu_seconds: float
-    """Forward and backward."""
+    """CPU time of forward and backward."""
     seconds: float
     seconds_at_barrier: float
 
@@ -81,18 +81,19 @@ def recipe_of(data: str, batch_size: int, steps: int) -> Recipe:
 
 
 def whole_batches(batches: Batches, recipe: Recipe) -> Iterator[Rows]:
-    """The rows of every global batch, in random order, as schemes expect them."""
+    """Yield the rows of every global batch, in random order."""
     groups = batches.groups(
         Start(), steps=recipe.steps, batch_size=recipe.batch_size, max_tokens=2**16
     )
     for group in groups:
         (payload,) = batches.payloads(group, 1)
         for step in decode(payload, batches.manifest.token_dtype):
+            # A payload's rows are in the order of the deal; the other schemes expect random order.
             yield taken(step.rows, np.argsort(mix(step.rows.sample_ids.astype(np.int64))))
 
 
 def taken(rows: Rows, which: Ints) -> Rows:
-    """Some of the rows, in that order."""
+    """Return the selected rows in the given order."""
     ends = np.cumsum(rows.lengths)
     starts = ends - rows.lengths
     tokens = [rows.tokens[starts[row] : ends[row]] for row in which]
@@ -105,19 +106,22 @@ def taken(rows: Rows, which: Ints) -> Rows:
 
 
 def hands_of(batches: Batches, lengths: Ints, ranks: int) -> dict[str, Sequence[Hand]]:
-    """Each scheme's hands, the longest row of each rank first."""
+    """Return the share of every rank by scheme, with the longest rows first."""
     budget = batches.tokens_per_micro_batch
-    dealt = deal(lengths, num_ranks=ranks, work=batches.work, tokens_per_micro_batch=budget).hands
+    dealt_shares = deal(
+        lengths, num_ranks=ranks, work=batches.work, tokens_per_micro_batch=budget
+    ).hands
 
-    def cut(shares: Sequence[Ints]) -> Sequence[Hand]:
+    def cut_shares(shares: Sequence[Ints]) -> Sequence[Hand]:
         by_length = [rows[np.argsort(-lengths[rows], kind="stable")] for rows in shares]
         return cut_hands(by_length, lengths, [budget] * len(by_length))
 
     return {
-        DEAL: dealt,
-        STRATIFIED: cut(baselines.stratified(lengths, ranks)),
-        RANDOM: cut(baselines.random(lengths, ranks)),
-        CONTROL: [dealt[0]] * ranks,
+        DEAL: dealt_shares,
+        STRATIFIED: cut_shares(baselines.stratified(lengths, ranks)),
+        RANDOM: cut_shares(baselines.random(lengths, ranks)),
+        # Equal work on every rank.
+        CONTROL: [dealt_shares[0]] * ranks,
     }
 
 
@@ -134,26 +138,32 @@ class Trainer:
         self._parameters = list(self._model.parameters())
 
     def share(self, rows: Rows, hand: Hand, work: int) -> Taken:
-        """The gradient of a hand, then of the whole batch; measured until all ranks have met."""
+        """Compute the gradient of a share, then of the whole batch; measured until all ranks have
+        met."""
         parts = taken(rows, hand.rows).split(hand.cuts)
         batches = [self._workload.collate(part, self._vocabulary, self._seed) for part in parts]
         weight = torch.tensor(float(sum(batch.weights["mlm"] for batch in batches)))
+        # Loss weights count the predictions of all ranks.
         dist.all_reduce(weight)
         self._optimizer.zero_grad()
         dist.barrier()
-        began, cpu_began = time.perf_counter(), time.process_time()
+        start_time, cpu_start_time = time.perf_counter(), time.process_time()
         for batch in batches:
             (self._workload.loss(self._model, batch).terms["mlm"] / weight).backward()
-        cpu_seconds, seconds = time.process_time() - cpu_began, time.perf_counter() - began
+        cpu_seconds, seconds = (
+            time.process_time() - cpu_start_time,
+            time.perf_counter() - start_time,
+        )
         dist.barrier()
-        waited = time.perf_counter() - began - seconds
+        waited = time.perf_counter() - start_time - seconds
+        # Not measured: all schemes sum the same gradients.
         for parameter in self._parameters:
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
         return Taken(work, cpu_seconds, seconds, waited)
 
     def update(self) -> None:
-        """With the gradient of the last share."""
+        """Apply the gradient of the last share."""
         self._optimizer.step()
 
 
@@ -163,11 +173,12 @@ def on_rank(rank: int, ranks: int, data: str, steps: int) -> dict[str, list[Take
     trainer = Trainer(recipe, batches.manifest.vocabulary)
     shares: dict[str, list[Taken]] = {}
     for number, rows in enumerate(whole_batches(batches, recipe)):
-        hands = hands_of(batches, rows.lengths, ranks)
+        shares_by_scheme = hands_of(batches, rows.lengths, ranks)
+        # Schemes take turns in going first.
         turn = number % len(SCHEMES)
         # The control comes first: the update needs a gradient of the batch.
         for name in (CONTROL, *SCHEMES[turn:], *SCHEMES[:turn]):
-            hand = hands[name][rank]
+            hand = shares_by_scheme[name][rank]
             work = int(batches.work(rows.lengths[hand.rows]).sum())
             share = trainer.share(rows, hand, work)
             if number >= WARM_UP:
@@ -177,8 +188,8 @@ def on_rank(rank: int, ranks: int, data: str, steps: int) -> dict[str, list[Take
 
 
 def measure(ranks: int, data: str, steps: int) -> dict[str, Any]:
-    found = on_ranks(ranks, on_rank, ranks, data, steps)
-    by_scheme = {name: [rank[name] for rank in found] for name in (*SCHEMES, CONTROL)}
+    results_by_rank = on_ranks(ranks, on_rank, ranks, data, steps)
+    by_scheme = {name: [rank[name] for rank in results_by_rank] for name in (*SCHEMES, CONTROL)}
     return {
         "ranks": ranks,
         "samples_in_a_batch": SAMPLES_EACH * ranks,
@@ -188,31 +199,32 @@ def measure(ranks: int, data: str, steps: int) -> dict[str, Any]:
 
 
 def table(shares: Sequence[Sequence[Taken]], value: Callable[[Taken], float]) -> Floats:
-    """Shape [ranks, steps]."""
+    """Return the values as an array of shape [ranks, steps]."""
     return np.array([[value(share) for share in rank] for rank in shares])
 
 
 def waits(shares: Sequence[Sequence[Taken]], ranks: int) -> dict[str, Any]:
-    """The waiting of the ranks under one scheme."""
+    """Return the figures of the ranks' waiting under one scheme."""
     work, cpu = table(shares, lambda s: s.work), table(shares, lambda s: s.cpu_seconds)
     figures: dict[str, Any] = {
         "predicted_max_over_mean": rounded(imbalance(work)),
         "measured_max_over_mean": rounded(imbalance(cpu)),
         "by_cpu_time": waiting(cpu.max(axis=0) - cpu, cpu.max(axis=0)),
     }
+    # Wall-clock times are meaningless if ranks share cores.
     if ranks <= (os.cpu_count() or 1):
         at_barrier = table(shares, lambda s: s.seconds_at_barrier)
-        whole = table(shares, lambda s: s.seconds) + at_barrier
-        figures["by_the_clock"] = waiting(at_barrier, whole.max(axis=0))
+        whole_seconds = table(shares, lambda s: s.seconds) + at_barrier
+        figures["by_the_clock"] = waiting(at_barrier, whole_seconds.max(axis=0))
     return figures
 
 
 def waiting(waited: Floats, step: Floats) -> dict[str, float]:
-    """Means over the steps.
+    """Return means over the steps.
 
     Args:
         waited: seconds, shape [ranks, steps].
-        step: seconds that forward and backward took all ranks together, shape [steps].
+        step: seconds of forward and backward of the slowest rank, shape [steps].
     """
     return {
         "seconds_waiting_per_rank_and_step": rounded(waited.mean()),
@@ -223,58 +235,58 @@ def waiting(waited: Floats, step: Floats) -> dict[str, float]:
 
 
 def imbalance(values: Floats) -> float:
-    """Largest of a rank over the mean, mean over the steps."""
+    """Return the largest value of all ranks over their mean, averaged over the steps."""
     return float((values.max(axis=0) / values.mean(axis=0)).mean())
 
 
 def estimate(by_scheme: Sequence[Sequence[Sequence[Taken]]]) -> dict[str, Any]:
-    """How well a rank's work tells its CPU seconds, over all schemes, steps and ranks."""
+    """Return how well a rank's work predicts its CPU seconds, over all schemes, steps and ranks."""
     parts = [(table(s, lambda t: t.work), table(s, lambda t: t.cpu_seconds)) for s in by_scheme]
-    predicted = np.concatenate([(work / work.mean(axis=0)).ravel() for work, _ in parts])
-    measured = np.concatenate([(cpu / cpu.mean(axis=0)).ravel() for _, cpu in parts])
-    errors = np.abs(predicted / measured - 1)
+    predicted_shares = np.concatenate([(work / work.mean(axis=0)).ravel() for work, _ in parts])
+    measured_shares = np.concatenate([(cpu / cpu.mean(axis=0)).ravel() for _, cpu in parts])
+    errors = np.abs(predicted_shares / measured_shares - 1)
     return {
         "of": "a rank's share of the work, beside its share of the CPU seconds",
-        "correlation": rounded(np.corrcoef(predicted, measured)[0, 1]),
-        "slope": rounded(np.polyfit(predicted, measured, 1)[0]),
+        "correlation": rounded(np.corrcoef(predicted_shares, measured_shares)[0, 1]),
+        "slope": rounded(np.polyfit(predicted_shares, measured_shares, 1)[0]),
         "median_relative_error": rounded(np.median(errors)),
         "largest_relative_error": rounded(errors.max()),
     }
 
 
 def forms(data: str, ranks: int) -> dict[str, Any]:
-    """Padding, and FLOPs per token of text, over one epoch of batches."""
+    """Return padding and FLOPs per token of text over one epoch of batches."""
     recipe = recipe_of(data, SAMPLES_EACH * ranks, 1)
     batches = training_data(recipe).train
     stored = batches.manifest.read_lengths(Storage(data))
     steps = len(stored) // recipe.batch_size
-    found: dict[str, list[Ints]] = {}
+    lengths_by_form: dict[str, list[Ints]] = {}
     for unsorted in ordered_batches(
         stored, batches.order, batch_size=recipe.batch_size, steps=steps
     ):
-        hands = hands_of(batches, unsorted, ranks)
-        found.setdefault("without padding", []).append(unsorted)
+        shares_by_scheme = hands_of(batches, unsorted, ranks)
+        lengths_by_form.setdefault("without padding", []).append(unsorted)
         for name, scheme in (("dealt by work", DEAL), ("dealt at random", RANDOM)):
             padded = [
                 np.full(stop - start, unsorted[hand.rows[start:stop]].max())
-                for hand in hands[scheme]
+                for hand in shares_by_scheme[scheme]
                 for start, stop in zip(hand.cuts[:-1], hand.cuts[1:], strict=True)
                 if stop > start
             ]
             key = f"padded to the longest of a micro-batch, {name}"
-            found.setdefault(key, []).extend(padded)
-        found.setdefault(f"padded to {NATURAL_LENGTH}", []).append(
+            lengths_by_form.setdefault(key, []).extend(padded)
+        lengths_by_form.setdefault(f"padded to {NATURAL_LENGTH}", []).append(
             np.full_like(unsorted, NATURAL_LENGTH)
         )
-    text = int(np.concatenate(found["without padding"]).sum())
+    text = int(np.concatenate(lengths_by_form["without padding"]).sum())
     return {
         name: counted(np.concatenate(lengths), text, batches.manifest.vocabulary)
-        for name, lengths in found.items()
+        for name, lengths in lengths_by_form.items()
     }
 
 
 def counted(lengths: Ints, text: int, vocabulary: Vocabulary) -> dict[str, Any]:
-    """The cost of rows that are computed as long as `lengths` say, for `text` tokens."""
+    """Return the cost of rows computed at these lengths, per token of `text` tokens."""
     flops = {}
     for name in COUNTED:
         workload: Any = load_recipe(name).workload

@@ -1,10 +1,10 @@
-"""BERT-mini on WikiText: does it learn, how much, how fast.
+"""BERT-mini on WikiText: accuracy, loss curve and speed.
 
     python benchmarks/wikitext.py ../shared/data/wikitext
 
 Prepares the text, trains `bert/wikitext-mini` with two workers through the command line, and
-compares the validation masked-LM accuracy with that of always guessing the most frequent token.
-Writes `results/wikitext.json` with the loss curve, and the curve as a picture.
+compares the accuracy on masked validation tokens with that of always predicting the most frequent
+token. Writes `results/wikitext.json` with the loss curve, and the curve as a picture.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RECIPE, CURVE_POINTS = "bert/wikitext-mini", 100
 
 
 def most_frequent_accuracy(overrides: list[str]) -> float:
-    """Accuracy, on the very predictions of the evaluation, of the commonest masked token."""
+    """Return the accuracy of predicting the most frequent masked token."""
     recipe = load_recipe(RECIPE, overrides)
     (held_out,) = training_data(recipe).held_out
     assert held_out is not None
@@ -40,6 +40,7 @@ def most_frequent_accuracy(overrides: list[str]) -> float:
     labels: list[np.ndarray] = []
     for part in rows:
         batch: Any = recipe.workload.collate(part, vocabulary, EVALUATION_SEED)
+        # The same masks as in the evaluation.
         labels.append(batch.targets.numpy())
     counts = np.bincount(np.concatenate(labels))
     return float(counts.max() / counts.sum())
@@ -85,7 +86,7 @@ def main() -> None:
 
 
 def curves(run: Storage) -> dict[str, Any]:
-    """Validation figures, and the training loss as means over equal spans of steps."""
+    """Return validation figures, and the training loss as means over equal spans of steps."""
     entries = history.read(run.sub("history"))
     steps = history.effective_steps(entries)
     evaluations = [

@@ -1,1 +1,1 @@
-"""Model families for Elastrata, found by the engine through entry points."""
+"""Model families for Elastrata, which the engine finds through entry points."""

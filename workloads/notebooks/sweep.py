@@ -14,7 +14,7 @@
 # # A sweep: which values does a small BERT like best?
 #
 # Learning rate, betas, weight decay, warm-up, optimizer and clipping, on real text: the sources of
-# Python's own library, which every machine has. Another text: change `data.prepare.sources`.
+# Python's own library, which every machine has. For another text, change `data.prepare.sources`.
 #
 # Open this file as a notebook with jupytext, or make one of it: `jupytext --to ipynb sweep.py`.
 
@@ -70,7 +70,7 @@ result = elastrata.sweep(sweep)
 result
 
 # %% [markdown]
-# ## What came of it
+# ## Results
 
 # %%
 result.trials.sort_values("eval/loss").head(8)

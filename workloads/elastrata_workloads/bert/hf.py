@@ -1,4 +1,4 @@
-"""BERT in the format of transformers: its configuration, its parameters, and its folder."""
+"""BERT in the format of transformers: configuration, parameter names and folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded import hf
 from elastrata_workloads.unpadded.hf import IdRows
 
+# Parameters of next-sentence prediction, which a masked-language model does not have.
 _SECOND_HEAD = (r"bert\.pooler\..*", r"cls\.seq_relationship\..*")
 _DECODER = "cls.predictions.decoder"
 
 
 def from_config(config: Any) -> dict[str, Any]:
-    """The settings of the workload `bert` for a BertConfig."""
+    """Return the settings of the workload `bert` for a BertConfig."""
     architectures = config.architectures or []
     return {
         "hidden_size": config.hidden_size,
@@ -35,21 +36,21 @@ def from_config(config: Any) -> dict[str, Any]:
 
 
 def unsupported(config: Any) -> list[str]:
-    """Parts that a BertConfig asks for and our model does not have; empty: it has all."""
-    lacks = {
+    """Return the parts of a BertConfig that our model lacks; empty if it has all."""
+    missing_by_part = {
         f"hidden_act {config.hidden_act}": config.hidden_act != "gelu",
         f"type_vocab_size {config.type_vocab_size}": config.type_vocab_size != 2,
         "is_decoder": config.is_decoder,
         "tie_word_embeddings false": not config.tie_word_embeddings,
     }
-    return [key for key, differs in lacks.items() if differs]
+    return [key for key, differs in missing_by_part.items() if differs]
 
 
 def counterpart(*, next_sentence: bool) -> Counterpart:
-    """Where our parameters lie in it: the same tensors under the same names.
+    """Return the mapping to transformers' BERT, which has the same tensors and names.
 
     Args:
-        next_sentence: whether our model has the pooler and the head that predicts it.
+        next_sentence: whether our model has a pooler and a next-sentence head.
     """
     return Counterpart(
         tied={
@@ -72,13 +73,13 @@ def export(
     path: Path,
     form: WeightForm,
 ) -> None:
-    """Writes config.json, the weights and the tokenizer's files.
+    """Write config.json, the weights and the tokenizer's files.
 
     The decoder's weight and bias are not in the file: transformers ties them to the word embedding
     and to `cls.predictions.bias`, as this model does.
 
     Raises:
-        UserError: transformers has no model of that shape.
+        UserError: transformers has no model of this shape.
     """
     if shape.qk_norm:
         raise UserError("workload.qk_norm: true: transformers has no such model")
@@ -92,6 +93,7 @@ def export(
         "max_position_embeddings": shape.max_positions,
         "layer_norm_eps": shape.layer_norm_eps,
         "hidden_dropout_prob": shape.dropout,
+        # Attention weights are never dropped: the varlen kernel has no dropout.
         "attention_probs_dropout_prob": 0.0,
         "initializer_range": shape.initializer_range,
         "hidden_act": "gelu",

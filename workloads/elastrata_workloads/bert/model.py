@@ -1,10 +1,10 @@
-"""BERT (Devlin et al. 2019) on samples laid end to end, without padding.
+"""BERT (Devlin et al. 2019) on concatenated samples, without padding.
 
-Modules and parameters have the names of transformers' BertForPreTraining, so weights move over
-one to one. The decoder of the masked-language-model head is the word embedding itself.
+Modules and parameters have the names of transformers' BertForPreTraining, so weights map one to
+one. The decoder of the masked-language-model head is the word embedding.
 
 Shapes: T tokens of the micro-batch, P predicted tokens, N samples, E hidden size, F feed-forward
-size, V rows of the vocabulary's table.
+size, V rows of the vocabulary table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastrata_workloads.unpadded.loss import of_ids
 
 
 class BertModel(nn.Module):
-    """Trunk and heads."""
+    """BERT: trunk and heads."""
 
     def __init__(self, shape: BertShape) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class BertModel(nn.Module):
         self.initialize()
 
     def forward(self, batch: BertBatch) -> tuple[Tensor, Tensor | None]:
-        """Logits of the predicted tokens, and of next-sentence prediction where the model has it.
+        """Return the logits of the predicted tokens, and of next-sentence prediction or None.
 
         Returns:
             Shapes [P, V], see `of_ids`, and [N, 2].
@@ -43,7 +43,7 @@ class BertModel(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Draws all parameters anew from torch's current generator, as transformers does."""
+        """Initialise all parameters from torch's current generator, as transformers does."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.normal_(0.0, self.shape.initializer_range)
@@ -51,12 +51,13 @@ class BertModel(nn.Module):
                 module.weight.fill_(1.0)
             if isinstance(module, nn.Linear | nn.LayerNorm):
                 module.bias.zero_()
+        # As transformers' `padding_idx` does.
         self.bert.embeddings.word_embeddings.weight[self.shape.pad_id].zero_()
         self.cls.predictions.bias.zero_()
 
 
 def logits(model: Any, hidden: Tensor, batch: BertBatch) -> tuple[Tensor, Tensor | None]:
-    """Logits, as of `BertModel.forward`, from the last hidden states."""
+    """Return the logits of `BertModel.forward` from the last hidden states."""
     words = model.bert.embeddings.word_embeddings.weight
     rows = model.cls.predictions(hidden.index_select(0, batch.predicted), words)
     logits = of_ids(rows, model.shape.num_ids)
@@ -69,7 +70,7 @@ def logits(model: Any, hidden: Tensor, batch: BertBatch) -> tuple[Tensor, Tensor
 
 
 class Trunk(nn.Module):
-    """Embeddings, blocks, and the pooler that next-sentence prediction needs."""
+    """Embeddings, blocks, and the pooler for next-sentence prediction."""
 
     def __init__(self, shape: BertShape) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class Trunk(nn.Module):
         self.pooler = Pooler(shape.hidden_size) if shape.next_sentence else None
 
     def forward(self, batch: BertBatch) -> Tensor:
-        """The last block's output, shape [T, E]."""
+        """Return the last block's output, shape [T, E]."""
         hidden: Tensor = self.embeddings(
             batch.input_ids, batch.positions, batch.token_types, batch.dropout_keys
         )
@@ -89,7 +90,7 @@ class Trunk(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Word, position and sentence embeddings, normalised."""
+    """Sum of word, position and sentence embeddings, normalised."""
 
     def __init__(self, shape: BertShape) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class Embeddings(nn.Module):
         token_types: Tensor | None,
         dropout_keys: Tensor | None,
     ) -> Tensor:
-        """Shape [T, E] from ids of shape [T]; without token types all tokens are of type 0."""
+        """Map ids of shape [T] to shape [T, E]; without token types all tokens have type 0."""
         if token_types is None:
             sentences = self.token_type_embeddings(input_ids.new_zeros(1))
         else:
@@ -135,7 +136,7 @@ class Block(nn.Module):
         self.output = AddNorm(shape, shape.intermediate_size, site=2)
 
     def forward(self, hidden: Tensor, segments: Segments, dropout_keys: Tensor | None) -> Tensor:
-        """Shape [T, E] to [T, E]."""
+        """Map shape [T, E] to [T, E]."""
         hidden = self.attention(hidden, segments, dropout_keys)
         out: Tensor = self.output(self.intermediate(hidden), hidden, dropout_keys)
         return out
@@ -150,25 +151,25 @@ class Attention(nn.Module):
         self.output = AddNorm(shape, shape.hidden_size, site=1)
 
     def forward(self, hidden: Tensor, segments: Segments, dropout_keys: Tensor | None) -> Tensor:
-        """Shape [T, E] to [T, E]."""
+        """Map shape [T, E] to [T, E]."""
         out: Tensor = self.output(self.self(hidden, segments), hidden, dropout_keys)
         return out
 
 
 class Intermediate(nn.Module):
-    """The widening half of the feed-forward."""
+    """The expanding half of the feed-forward."""
 
     def __init__(self, shape: BertShape) -> None:
         super().__init__()
         self.dense = nn.Linear(shape.hidden_size, shape.intermediate_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Shape [T, E] to [T, F]."""
+        """Map shape [T, E] to [T, F]."""
         return F.gelu(self.dense(hidden))
 
 
 class AddNorm(nn.Module):
-    """A projection added to the residual, normalised."""
+    """A projection, added to the residual and normalised."""
 
     def __init__(self, shape: BertShape, num_inputs: int, site: int) -> None:
         super().__init__()
@@ -177,26 +178,26 @@ class AddNorm(nn.Module):
         self.dropout = HiddenDropout(shape.dropout, site)
 
     def forward(self, inputs: Tensor, residual: Tensor, dropout_keys: Tensor | None) -> Tensor:
-        """Shapes [T, num_inputs] and [T, E] to [T, E]."""
+        """Map shapes [T, num_inputs] and [T, E] to [T, E]."""
         added = self.dropout(self.dense(inputs), dropout_keys) + residual
         out: Tensor = self.LayerNorm(added)
         return out
 
 
 class Pooler(nn.Module):
-    """The first token of a sample, made to speak for all of it."""
+    """Projection of a sample's first token, which represents the sample."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.dense = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, first: Tensor) -> Tensor:
-        """Shape [N, E] to [N, E]."""
+        """Map shape [N, E] to [N, E]."""
         return torch.tanh(self.dense(first))
 
 
 class Heads(nn.Module):
-    """The heads, which turn hidden states into logits."""
+    """Heads for masked tokens and, optionally, for next-sentence prediction."""
 
     def __init__(self, shape: BertShape) -> None:
         super().__init__()
@@ -213,12 +214,12 @@ class PredictionHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(shape.num_embeddings))
 
     def forward(self, hidden: Tensor, words: Tensor) -> Tensor:
-        """Logits of shape [P, num_embeddings] from [P, E] and the table [num_embeddings, E]."""
+        """Return logits of shape [P, V] from [P, E] and the table [V, E]."""
         return F.linear(self.transform(hidden), words, self.bias)
 
 
 class Transform(nn.Module):
-    """The dense layer in front of the decoder."""
+    """The dense layer before the decoder."""
 
     def __init__(self, shape: BertShape) -> None:
         super().__init__()
@@ -226,6 +227,6 @@ class Transform(nn.Module):
         self.LayerNorm = nn.LayerNorm(shape.hidden_size, eps=shape.layer_norm_eps)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Shape [P, E] to [P, E]."""
+        """Map shape [P, E] to [P, E]."""
         out: Tensor = self.LayerNorm(F.gelu(self.dense(hidden)))
         return out

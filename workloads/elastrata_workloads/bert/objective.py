@@ -1,4 +1,4 @@
-"""BERT's batch and objective: masked language modelling, and next-sentence prediction."""
+"""BERT's batch and objective: masked language modelling and next-sentence prediction."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from elastrata_workloads.unpadded.masked_lm import Ints, MaskingRule, masked
 
 @dataclass(frozen=True, kw_only=True)
 class BertBatch(UnpaddedBatch):
-    """N samples, their masked tokens replaced in `input_ids`; the targets are what stood there."""
+    """N samples with masked tokens in `input_ids`; the targets are the original ids."""
 
     token_types: Tensor | None
-    """Pairs only, shape [T], int64: 0 in the first sentence, 1 in the second."""
+    """Shape [T], int64: 0 in the first sentence, 1 in the second; None without pairs."""
     sample_starts: Tensor | None
-    """Next-sentence prediction only, shape [N], int64: index of each sample's first token."""
+    """Shape [N], int64: index of each sample's first token; None unless next sentences are
+    predicted."""
     not_next: Tensor | None
-    """Next-sentence prediction only, shape [N], int64: 1 where the second does not follow."""
+    """Shape [N], int64: 1 if the second sentence does not follow the first; None unless next
+    sentences are predicted."""
 
     @property
     @override
@@ -36,35 +38,37 @@ class BertBatch(UnpaddedBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The objective: masked tokens, and next sentences where wanted."""
+    """BERT's objective: masked tokens and, optionally, next sentences."""
 
     masking: MaskingRule
     next_sentence: bool
     dropout: bool
     """Whether batches carry dropout keys."""
     z_loss: bool = False
-    """Whether the masked tokens' predictions count in a term of z-loss, too."""
+    """Whether the masked tokens' predictions also count in a z-loss term."""
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> BertBatch:
-        """The micro-batch of these samples; the same sample always gets the same masks.
+        """Return the micro-batch of `rows`; the same sample and epoch always get the same masks.
 
         Raises:
-            ValueError: no mask token, or next-sentence prediction without pairs.
+            ValueError: the vocabulary has no mask token, or next-sentence prediction has no pairs.
         """
         terms = terms_of("mlm", self.z_loss)
         batch = masked(rows, vocabulary, seed, self.masking, dropout=self.dropout, terms=terms)
         weights = batch.weights
         if self.next_sentence:
+            # `nsp` counts samples, not predicted tokens.
             weights = {"mlm": weights["mlm"], "nsp": float(len(rows)), **weights}
-        sentences = self._sentences(rows, len(batch.input_ids))
+        sentences = self._sentence_fields(rows, len(batch.input_ids))
         return BertBatch(**{**vars(batch), "weights": weights, **sentences})
 
-    def _sentences(self, rows: Rows, num_tokens: int) -> dict[str, Tensor | None]:
-        """What a batch has of the sentences of pairs."""
+    def _sentence_fields(self, rows: Rows, num_tokens: int) -> dict[str, Tensor | None]:
+        """Return the batch fields for sentence pairs."""
         starts = (np.cumsum(rows.lengths) - rows.lengths).astype(np.int64)
         if len(rows):
             types = _token_types(rows, starts)
         else:
+            # A batch without samples has the same fields as every other one.
             types = torch.zeros(num_tokens, dtype=torch.int64) if self.next_sentence else None
         return {
             "token_types": types,
@@ -74,13 +78,13 @@ class Objective:
 
 
 def loss(logits: Tensor, next_logits: Tensor | None, batch: BertBatch, z_loss: float = 0.0) -> Loss:
-    """Cross-entropy sums, in fp32 whatever the model computes in, and counts of right answers.
+    """Return cross-entropy sums, always in fp32, and counts of correct predictions.
 
     Args:
-        logits: shape [P, V]; maybe divided over ranks.
+        logits: shape [P, V]; may be sharded over ranks.
         next_logits: shape [N, 2], or None without next-sentence prediction.
-        batch: what `logits` were computed from.
-        z_loss: coefficient of the squared logarithm of each masked token's sum of exponentials.
+        batch: the batch of these logits.
+        z_loss: coefficient of each masked token's squared log-sum-exp.
     """
     masked_tokens = prediction_loss("mlm", logits, batch, z_loss)
     if next_logits is None or batch.not_next is None:

@@ -1,5 +1,7 @@
-"""A plain BERT taken apart: the units of sharding, checkpointing and compilation, the plan of
-tensor parallelism, and the stages of a pipeline."""
+"""Parallel BERT: its blocks, its tensor-parallel plan and its pipeline stages.
+
+Blocks are the units of sharding, activation checkpointing and compilation.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,11 @@ _BLOCK = "bert.encoder.layer.*"
 
 
 class BertStage(nn.Module):
-    """Some blocks of a model under the names they have there; with the embeddings where the first
-    is among them, with the heads where the last one is.
+    """A pipeline stage: some blocks of a model, with the parameter names of the whole model.
 
-    The heads have the table of word embeddings with them, which is their decoder."""
+    The stage with the first block also has the embeddings. The stage with the last one has the
+    heads, and with them the table of word embeddings, which is their decoder.
+    """
 
     def __init__(self, model: BertModel, blocks: Sequence[int]) -> None:
         super().__init__()
@@ -52,14 +55,16 @@ class BertStage(nn.Module):
     def forward(
         self, batch: BertBatch, hidden: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Hidden states of shape [T, E] from those of the stage before, which the first stage does
-        without; logits as `BertModel` with the last block."""
+        """Return hidden states of shape [T, E], or the logits of `BertModel` in the last stage.
+
+        `hidden` is the previous stage's output; the first stage has none.
+        """
         hidden = self.bert(batch, hidden)
         return logits(self, hidden, batch) if self.is_last else hidden
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """In order."""
+        """The stage's blocks, in order."""
         return list(self.bert.blocks.values())
 
 
@@ -71,6 +76,7 @@ class TrunkStage(nn.Module):
         if 0 in blocks:
             self.embeddings: nn.Module = trunk.embeddings
         elif is_last:
+            # The decoder is tied to the word embeddings, so the last stage needs that table, too.
             table = trunk.embeddings.word_embeddings
             self.embeddings = nn.ModuleDict({"word_embeddings": table})
         layer = nn.ModuleDict({str(number): trunk.encoder.layer[number] for number in blocks})
@@ -78,7 +84,7 @@ class TrunkStage(nn.Module):
         self.pooler = trunk.pooler if is_last else None
 
     def forward(self, batch: BertBatch, hidden: Tensor | None) -> Tensor:
-        """Shape [T, E]; `hidden` is what came from the stage before."""
+        """Return shape [T, E]; `hidden` is the previous stage's output, or None."""
         if hidden is None:
             hidden = self.embeddings(
                 batch.input_ids, batch.positions, batch.token_types, batch.dropout_keys
@@ -90,15 +96,15 @@ class TrunkStage(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleDict:
-        """By number."""
+        """The stage's blocks, by number."""
         return cast(nn.ModuleDict, self.encoder["layer"])
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks of a model or of a stage, first to last.
+    """Return the transformer blocks of a model or of a stage, first to last.
 
     Raises:
-        TypeError: not a BERT.
+        TypeError: the model is not a BERT.
     """
     if isinstance(model, BertStage):
         return model.blocks
@@ -106,23 +112,22 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def stage(model: nn.Module, numbers: Sequence[int]) -> BertStage:
-    """The part of a model with these blocks, as `PipelineParallel.stage` has it.
+    """Return the part of a model with these blocks, for `PipelineParallel.stage`.
 
     Raises:
-        TypeError: not a BERT.
+        TypeError: the model is not a BERT.
     """
     return BertStage(_bert(model), numbers)
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Divides heads, feed-forwards and the vocabulary over `mesh`, an axis, for
-    `TensorParallel.tensor_parallel`.
+    """Shard heads, feed-forwards and vocabulary over `mesh`, a mesh of one axis.
 
     As in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053; sequence parallelism: Korthikanti et
-    al. 2022, arXiv 2205.05198). Logits stay divided over the vocabulary where it is.
+    al. 2022, arXiv 2205.05198). If the vocabulary is sharded, so are the logits.
 
     Raises:
-        TypeError: not a BERT.
+        TypeError: the model is not a BERT.
     """
     shape = _bert(model).shape
     plan = _plan(shape, mesh.size(), sequence=sequence)
@@ -155,6 +160,7 @@ def _plan(shape: BertShape, size: int, *, sequence: bool) -> dict[str, ParallelS
     if shape.qk_norm:
         plan[f"{_BLOCK}.attention.self.query_norm"] = heads_norm_style()
         plan[f"{_BLOCK}.attention.self.key_norm"] = heads_norm_style()
+    # Between embeddings and the last block's output each rank holds a shard of the tokens.
     if sequence:
         plan["bert.embeddings"] = between(Replicate(), Shard(0))
         plan[f"{_BLOCK}.attention.output.dropout"] = OwnKeys()

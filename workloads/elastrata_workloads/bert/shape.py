@@ -1,4 +1,4 @@
-"""The numbers that fix a BERT."""
+"""Sizes and options of a BERT."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _TOKEN_TYPES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class BertShape:
-    """Everything that fixes the model's parameters and how they are applied."""
+    """Sizes and options that define the model's parameters and computation."""
 
     num_ids: int
-    """Real ids; the model gives a logit for each."""
+    """Number of real ids; the model has a logit for each."""
     num_embeddings: int
     """Rows of the embedding table, at least `num_ids`."""
     pad_id: int
@@ -33,7 +33,7 @@ class BertShape:
 
     @property
     def self_attention(self) -> AttentionShape:
-        """That of each block."""
+        """The self-attention of each block."""
         return AttentionShape(
             hidden_size=self.hidden_size,
             num_heads=self.num_heads,
@@ -45,7 +45,7 @@ class BertShape:
         )
 
     def model_spec(self, seq_len: int, mask_probability: float) -> ModelSpec:
-        """The numbers that memory, time and FLOPs depend on."""
+        """Return the quantities that determine memory, time and FLOPs."""
         e = self.hidden_size
         biases = 5 * e + self.intermediate_size
         norms = 4 * e + (4 * e // self.num_heads if self.qk_norm else 0)

@@ -1,4 +1,4 @@
-"""BERT as the engine and its recipes know it."""
+"""The BERT workload: recipe keys and the engine's interface."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class Bert(MaskedTransformer):
     """Whether to predict, too, if the second sentence followed the first; needs sentence pairs."""
 
     def architecture(self) -> dict[str, Any]:
-        """All that its objective, its initialization and its kernels do not concern."""
+        """Return the keys that define the architecture, without objective, initialisation and
+        kernels."""
         keys = ("hidden_size", "num_layers", "num_heads", "max_positions", "layer_norm_eps")
         return {
             **{key: getattr(self, key) for key in (*keys, "qk_norm")},
@@ -65,24 +66,24 @@ class Bert(MaskedTransformer):
 
     @classmethod
     def settings_of(cls, config: Any) -> dict[str, Any] | None:
-        """The keys by which it is a BERT of transformers.
+        """Return the workload's settings for a BERT of transformers, or None for another model.
 
         Raises:
-            UserError: that one has a part which this encoder lacks.
+            UserError: the configuration has a part that this encoder lacks.
         """
         if config.model_type != "bert":
             return None
-        if lacking := hf.unsupported(config):
-            raise UserError(f"workload bert has no {', '.join(lacking)}")
+        if missing_parts := hf.unsupported(config):
+            raise UserError(f"workload bert has no {', '.join(missing_parts)}")
         return hf.from_config(config)
 
     def counterpart(self, vocabulary: Vocabulary) -> Counterpart:
-        """Where its parameters lie in transformers' BERT."""
+        """Return the mapping of parameters to transformers' BERT."""
         return hf.counterpart(next_sentence=self.next_sentence)
 
     @override
     def problems(self, manifest: Manifest) -> list[str]:
-        """One line per reason why BERT cannot train on that data set; empty if it can."""
+        """Return one line per reason why BERT cannot train on this data set."""
         lines = super().problems(manifest)
         if self.next_sentence and not manifest.pairs:
             lines.append(
@@ -92,7 +93,7 @@ class Bert(MaskedTransformer):
         return lines
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> BertModel:
-        """A plain, unsharded model on the current device, drawn from torch's current generator."""
+        """Return an unsharded model on the current device, initialised from torch's generator."""
         # Imported here: it brings torch's compiler along, a second that drivers can do without.
         from elastrata_workloads.bert.model import BertModel
 
@@ -100,29 +101,33 @@ class Bert(MaskedTransformer):
 
     @override
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The transformer blocks, first to last."""
+        """Return the transformer blocks, first to last."""
         from elastrata_workloads.bert import parallel
 
         return parallel.blocks(model)
 
     @override
     def tensor_parallel(self, model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-        """Divides heads, feed-forwards, and the vocabulary where it has equally many rows for
-        every rank (`embedding_multiple`)."""
+        """Shard heads, feed-forwards and, if its rows divide evenly, the vocabulary.
+
+        `embedding_multiple` can make the rows divide evenly.
+        """
         from elastrata_workloads.bert import parallel
 
         parallel.tensor_parallel(model, mesh, sequence=sequence)
 
     @override
     def stage(self, model: nn.Module, blocks: Sequence[int]) -> nn.Module:
-        """The part of a model with these blocks. The heads bring the table of word embeddings
-        along, under the same name."""
+        """Return the part of a model with these blocks.
+
+        The last stage also has the table of word embeddings, under the same name.
+        """
         from elastrata_workloads.bert import parallel
 
         return parallel.stage(model, blocks)
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> BertBatch:
-        """A micro-batch with its masks, which depend on seed, epoch and sample alone."""
+        """Return a masked micro-batch; the masks depend only on seed, epoch and sample."""
         objective = Objective(
             masking=self.masking,
             next_sentence=self.next_sentence,
@@ -133,7 +138,7 @@ class Bert(MaskedTransformer):
 
     @override
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Sums over predictions: `mlm`, and `nsp` where the model predicts next sentences."""
+        """Return sums over predictions: `mlm`, and `nsp` with next-sentence prediction."""
         if not isinstance(batch, BertBatch):
             raise TypeError(f"expected a BertBatch, got {type(batch).__name__}")
         logits, next_logits = model(batch)
@@ -141,13 +146,13 @@ class Bert(MaskedTransformer):
 
     @override
     def metrics(self) -> list[str]:
-        """Loss and accuracy of the masked tokens, and of next sentences where it predicts them."""
+        """Return the names of loss and accuracy of masked tokens and next sentences."""
         next_sentence = ["nsp_loss", "nsp_accuracy"] if self.next_sentence else []
         return [*super().metrics(), *next_sentence]
 
     @property
     def exported_as(self) -> ExportedAs:
-        """The names by which transformers knows its exports, with one head or both."""
+        """The names by which transformers loads an export, with one head or both."""
         loader = "BertForPreTraining" if self.next_sentence else "AutoModelForMaskedLM"
         return ExportedAs(loader=loader, task="fill-mask")
 
@@ -160,18 +165,18 @@ class Bert(MaskedTransformer):
         path: Path,
         form: WeightForm = AS_TRAINED,
     ) -> None:
-        """Writes a folder that transformers loads."""
+        """Write a folder that transformers can load."""
         # Imported here: training does without safetensors.
         from elastrata_workloads.bert.hf import export
 
         export(self.shape(vocabulary), state, tokenizer, path, form)
 
     def model_spec(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
-        """The numbers that memory, time and FLOPs are computed from."""
+        """Return the quantities that determine memory, time and FLOPs."""
         return self.shape(vocabulary).model_spec(seq_len, self.mask_probability)
 
     def shape(self, vocabulary: Vocabulary) -> BertShape:
-        """The model's shape with that vocabulary."""
+        """Return the model's shape for this vocabulary."""
         size = vocabulary.size
         return BertShape(
             **self.same_in(BertShape),

@@ -1,4 +1,4 @@
-"""GPT: next-token pre-training of a decoder, in the styles of GPT-2 and Llama."""
+"""GPT: decoders with next-token pre-training, in the styles of GPT-2 and Llama."""
 
 from elastrata_workloads.gpt.workload import Gpt, from_transformers
 

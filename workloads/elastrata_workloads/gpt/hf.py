@@ -1,4 +1,4 @@
-"""GPT in the formats of transformers: its configurations, its parameters, and its folder."""
+"""GPT in the formats of transformers: configurations, parameter names and folder."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _GPT2_BLOCK = {
     "feed_forward.up": "mlp.c_fc",
     "feed_forward.down": "mlp.c_proj",
 }
-"""Names within a block: ours and theirs."""
+"""Names of a block's modules: our name and GPT-2's."""
 
 
 class Gpt2:
-    """GPT-2: transposed matrices, and query, key and value as one."""
+    """GPT-2's format: transposed matrices, and a single matrix for query, key and value."""
 
     architecture, config_class = "GPT2LMHeadModel", "GPT2Config"
 
     @staticmethod
     def differences(shape: GptShape) -> list[str]:
-        """Recipe keys with values that GPT-2 cannot have; empty: the shape is a GPT-2."""
+        """Return the recipe keys whose values GPT-2 does not support; empty if it fits."""
         differs_in = {
             "positions: rotary": shape.positions != "learned",
             "activation: swiglu": shape.activation != "gelu",
@@ -47,7 +47,7 @@ class Gpt2:
 
     @staticmethod
     def to_config(shape: GptShape) -> dict[str, Any]:
-        """The arguments of transformers' GPT2Config."""
+        """Return the arguments of transformers' GPT2Config."""
         return {
             "vocab_size": shape.num_ids,
             "n_positions": shape.max_positions,
@@ -55,11 +55,13 @@ class Gpt2:
             "n_layer": shape.num_layers,
             "n_head": shape.num_heads,
             "n_inner": shape.intermediate_size,
+            # transformers' name of the tanh approximation.
             "activation_function": "gelu_new",
             "layer_norm_epsilon": shape.norm_eps,
             "initializer_range": shape.initializer_range,
             "resid_pdrop": shape.dropout,
             "embd_pdrop": shape.dropout,
+            # Attention weights are never dropped: the varlen kernel has no dropout.
             "attn_pdrop": 0.0,
             "tie_word_embeddings": shape.tied_embeddings,
         }
@@ -68,7 +70,7 @@ class Gpt2:
     def from_config(config: Any) -> dict[str, Any]:
         """Return the settings of the workload `gpt` for a GPT2Config.
 
-        It does not say whether all of its biases are zeros.
+        `bias` is left at its default: a GPT2Config does not say whether all biases are zero.
         """
         return {
             "hidden_size": config.n_embd,
@@ -87,22 +89,22 @@ class Gpt2:
 
     @staticmethod
     def unsupported(config: Any) -> list[str]:
-        """Parts that a GPT2Config asks for and our model does not have; empty: it has all."""
-        lacks = {
+        """Return the parts of a GPT2Config that our model lacks; empty if it has all."""
+        missing_by_part = {
             f"activation_function {config.activation_function}": config.activation_function
             not in ("gelu_new", "gelu_pytorch_tanh"),
             "scale_attn_weights false": not config.scale_attn_weights,
             "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
             "add_cross_attention": config.add_cross_attention,
         }
-        return [key for key, differs in lacks.items() if differs]
+        return [key for key, differs in missing_by_part.items() if differs]
 
     @staticmethod
     def counterpart(shape: GptShape) -> Counterpart:
-        """Where our parameters lie in it.
+        """Return the mapping of our parameters to GPT-2's.
 
-        GPT-2 keeps its matrices transposed, query, key and value as one, and always has biases:
-        zeros if ours has none.
+        GPT-2's matrices are transposed, and query, key and value form one matrix. GPT-2 always has
+        biases: they are zeros if our model has none.
         """
         origins = {
             "embeddings.tokens.weight": Origin(name=_GPT2_TOKENS),
@@ -117,23 +119,28 @@ class Gpt2:
             tied={_GPT2_HEAD: _GPT2_TOKENS} if shape.tied_embeddings else {},
             fills_with_zeros=True,
             prefix="transformer.",
+            # Causal masks that older versions of transformers saved as buffers.
             unused=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
         )
 
 
 def _gpt2_block() -> dict[str, Origin]:
-    """The modules of a block."""
+    """Return the origins of a block's modules."""
     projections = {
         f"attention.{name}": Origin(
-            name="attn.c_attn", transposed=True, part=number, parts=len(_GPT2_QKV)
+            # GPT-2's `Conv1D` stores matrices as [inputs, outputs].
+            name="attn.c_attn",
+            transposed=True,
+            part=number,
+            parts=len(_GPT2_QKV),
         )
         for number, name in enumerate(_GPT2_QKV)
     }
-    others = {
+    other_modules = {
         name: Origin(name=theirs, transposed=not theirs.startswith("ln"))
         for name, theirs in _GPT2_BLOCK.items()
     }
-    return projections | others
+    return projections | other_modules
 
 
 _LLAMA_OUTSIDE = {
@@ -152,17 +159,17 @@ _LLAMA_BLOCK = {
     "feed_forward.up": "mlp.up_proj",
     "feed_forward.down": "mlp.down_proj",
 }
-"""Names within a block: ours and theirs."""
+"""Names of a block's modules: our name and Llama's."""
 
 
 class Llama:
-    """Llama: the same tensors as ours under other names."""
+    """Llama's format: our tensors under other names."""
 
     architecture, config_class = "LlamaForCausalLM", "LlamaConfig"
 
     @staticmethod
     def differences(shape: GptShape) -> list[str]:
-        """Recipe keys with values that Llama cannot have; empty: the shape is a Llama."""
+        """Return the recipe keys whose values Llama does not support; empty if it fits."""
         differs_in = {
             "positions: learned": shape.positions != "rotary",
             "activation: gelu": shape.activation != "swiglu",
@@ -173,7 +180,7 @@ class Llama:
 
     @staticmethod
     def to_config(shape: GptShape) -> dict[str, Any]:
-        """The arguments of transformers' LlamaConfig."""
+        """Return the arguments of transformers' LlamaConfig."""
         return {
             "vocab_size": shape.num_ids,
             "max_position_embeddings": shape.max_positions,
@@ -193,7 +200,7 @@ class Llama:
 
     @staticmethod
     def from_config(config: Any) -> dict[str, Any]:
-        """The settings of the workload `gpt` for a LlamaConfig."""
+        """Return the settings of the workload `gpt` for a LlamaConfig."""
         return {
             "hidden_size": config.hidden_size,
             "num_layers": config.num_hidden_layers,
@@ -213,9 +220,9 @@ class Llama:
 
     @staticmethod
     def unsupported(config: Any) -> list[str]:
-        """Parts that a LlamaConfig asks for and our model does not have; empty: it has all."""
+        """Return the parts of a LlamaConfig that our model lacks; empty if it has all."""
         rope_type = config.rope_parameters["rope_type"]
-        lacks = {
+        missing_by_part = {
             f"hidden_act {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
             f"rope_type {rope_type}": rope_type != "default",
             f"head_dim {config.head_dim}": config.head_dim * config.num_attention_heads
@@ -223,11 +230,11 @@ class Llama:
             "attention_bias unlike mlp_bias": config.attention_bias
             != getattr(config, "mlp_bias", False),
         }
-        return [key for key, differs in lacks.items() if differs]
+        return [key for key, differs in missing_by_part.items() if differs]
 
     @staticmethod
     def counterpart(shape: GptShape, more: Mapping[str, str] = MappingProxyType({})) -> Counterpart:
-        """Where our parameters lie in it: the same tensors under other names."""
+        """Return the mapping of our parameters to Llama's: the same tensors under other names."""
         outside = {name: Origin(name=theirs) for name, theirs in _LLAMA_OUTSIDE.items()}
         if shape.tied_embeddings:
             del outside["head"]
@@ -238,6 +245,7 @@ class Llama:
             origins=of_parameters(modules),
             tied=tied if shape.tied_embeddings else {},
             prefix="model.",
+            # A constant that older versions of transformers saved as a buffer.
             unused=(r".*\.rotary_emb\.inv_freq",),
         )
 
@@ -246,60 +254,65 @@ _QWEN3_NORMS = {
     "attention.query_norm": "self_attn.q_norm",
     "attention.key_norm": "self_attn.k_norm",
 }
-"""Names within a block that Llama has not: ours and theirs."""
+"""Names of the block modules that Llama lacks: our name and Qwen3's."""
 
 
 class Qwen3(Llama):
-    """Qwen3 (Yang et al. 2025, arXiv 2505.09388): a Llama without biases whose queries and keys are
-    normalised, head by head."""
+    """Qwen3's format (Yang et al. 2025, arXiv 2505.09388).
+
+    Qwen3 is a Llama without biases, with a norm for every head's query and key.
+    """
 
     architecture, config_class = "Qwen3ForCausalLM", "Qwen3Config"
 
     @staticmethod
     def differences(shape: GptShape) -> list[str]:
-        """Recipe keys with values that Qwen3 cannot have; empty: the shape is a Qwen3."""
+        """Return the recipe keys whose values Qwen3 does not support; empty if it fits."""
         without_norms = [key for key in Llama.differences(shape) if not key.startswith("qk_norm")]
-        own = {"qk_norm: false": not shape.qk_norm, "bias: true": shape.bias}
-        return [*without_norms, *(key for key, differs in own.items() if differs)]
+        own_differences = {"qk_norm: false": not shape.qk_norm, "bias: true": shape.bias}
+        return [*without_norms, *(key for key, differs in own_differences.items() if differs)]
 
     @staticmethod
     def to_config(shape: GptShape) -> dict[str, Any]:
-        """The arguments of transformers' Qwen3Config."""
+        """Return the arguments of transformers' Qwen3Config."""
         values = Llama.to_config(shape)
         del values["mlp_bias"]
+        # Qwen3Config's default for `head_dim` is 128, whatever the hidden size.
         return {**values, "head_dim": shape.head_size}
 
     @staticmethod
     def from_config(config: Any) -> dict[str, Any]:
-        """The settings of the workload `gpt` for a Qwen3Config."""
+        """Return the settings of the workload `gpt` for a Qwen3Config."""
         return {**Llama.from_config(config), "qk_norm": True}
 
     @staticmethod
     def unsupported(config: Any) -> list[str]:
-        """Parts that a Qwen3Config asks for and our model does not have; empty: it has all."""
-        lacks = Llama.unsupported(config)
-        return [*lacks, "use_sliding_window"] if config.use_sliding_window else lacks
+        """Return the parts of a Qwen3Config that our model lacks; empty if it has all."""
+        missing_parts = Llama.unsupported(config)
+        return (
+            [*missing_parts, "use_sliding_window"] if config.use_sliding_window else missing_parts
+        )
 
     @staticmethod
     def counterpart(
         shape: GptShape, more: Mapping[str, str] = MappingProxyType(_QWEN3_NORMS)
     ) -> Counterpart:
-        """Where our parameters lie in it: the same tensors under other names."""
+        """Return the mapping of our parameters to Qwen3's: the same tensors under other names."""
         return Llama.counterpart(shape, more)
 
 
 Family = type[Gpt2] | type[Llama]
 
 FAMILIES: Mapping[str, Family] = {"gpt2": Gpt2, "llama": Llama, "qwen3": Qwen3}
-"""By transformers' `model_type`."""
-_SHOWN: Mapping[str, Family] = {"GPT-2": Gpt2, "Llama": Llama, "Qwen3": Qwen3}
+"""Families by transformers' `model_type`."""
+_DISPLAY_NAMES: Mapping[str, Family] = {"GPT-2": Gpt2, "Llama": Llama, "Qwen3": Qwen3}
 
 
 def family_of(shape: GptShape) -> Family:
-    """Return the family, one of `FAMILIES`, whose model has this shape.
+    """Return the family, one of `FAMILIES`, whose models can have this shape.
 
     Raises:
-        UserError: there is none.
+        UserError: no family can.
     """
     by_family: dict[Family, list[str]] = {
         family: family.differences(shape) for family in FAMILIES.values()
@@ -307,10 +320,10 @@ def family_of(shape: GptShape) -> Family:
     for family, differences in by_family.items():
         if not differences:
             return family
-    lacks = "; ".join(
-        f"{name} without {', '.join(by_family[family])}" for name, family in _SHOWN.items()
+    text = "; ".join(
+        f"{name} without {', '.join(by_family[family])}" for name, family in _DISPLAY_NAMES.items()
     )
-    raise UserError(f"workload: transformers has no such model: {lacks}")
+    raise UserError(f"workload: transformers has no such model: {text}")
 
 
 _ROWS_PER_ID = ("embeddings.tokens.weight", "head.weight")
@@ -324,12 +337,12 @@ def export(
     path: Path,
     form: WeightForm,
 ) -> None:
-    """Writes config.json, generation_config.json, the weights and the tokenizer's files.
+    """Write config.json, generation_config.json, the weights and the tokenizer's files.
 
     A tied head is not in the file: transformers ties it to the token embedding, as this model does.
 
     Raises:
-        UserError: transformers has no model of that shape.
+        UserError: transformers has no model of this shape.
     """
     family = family_of(shape)
     weights = family.counterpart(shape).to_theirs(IdRows(state, _ROWS_PER_ID, shape.num_ids))

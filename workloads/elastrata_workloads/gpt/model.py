@@ -1,8 +1,8 @@
-"""GPT (Radford et al. 2019) and Llama (Touvron et al. 2023) on samples laid end to end.
+"""GPT (Radford et al. 2019) and Llama (Touvron et al. 2023) on concatenated samples.
 
-One decoder, composed of parts: learned or rotary positions, a feed-forward with GELU or SwiGLU,
-LayerNorm or RMSNorm before each half of a block, as many or fewer heads for key and value, a head
-of its own or the token embedding.
+One decoder, composed of options: learned or rotary positions; a feed-forward with GELU or SwiGLU;
+LayerNorm or RMSNorm before each half of a block; as many or fewer key and value heads; a separate
+head or the token embedding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastrata_workloads.unpadded.stack import Embeddings, Stack, TiedHead
 
 
 class GptModel(Stack):
-    """Embeddings, blocks, norm and head."""
+    """A decoder: embeddings, blocks, norm and head."""
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__(num_ids=shape.num_ids, is_tied=shape.tied_embeddings)
@@ -41,10 +41,10 @@ class GptModel(Stack):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Draws all parameters anew from torch's current generator.
+        """Initialise all parameters from torch's current generator.
 
-        As GPT-2 (Radford et al. 2019, section 2.3): the projections that add to the residual
-        stream, two in each of L blocks, are smaller by sqrt(2 L).
+        As in GPT-2 (Radford et al. 2019, section 2.3), the initial weights of the projections that
+        add to the residual stream, two in each of L blocks, are smaller by sqrt(2 L).
         """
         deviation = self.shape.initializer_range
         for module in self.modules():

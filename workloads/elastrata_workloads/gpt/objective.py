@@ -1,4 +1,4 @@
-"""GPT's objective: the next token of every token but the last of its segment."""
+"""GPT's objective: predict the next token of every token but a segment's last one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _DROPOUT = 1
 def collate(
     rows: Rows, *, pad_id: int, seed: int, dropout: bool, terms: Sequence[str] = ("lm",)
 ) -> UnpaddedBatch:
-    """The micro-batch of these samples.
+    """Return the micro-batch of `rows`.
 
-    Positions start anew in every document of a packed sample, and no document's last token predicts
-    the first of the next."""
+    Positions restart in every document of a packed sample, and the last token of a document does
+    not predict the first one of the next.
+    """
     if not len(rows):
         return filler(rows, pad_id=pad_id, dropout=dropout, terms=terms)
     tokens = rows.tokens.astype(np.int64)

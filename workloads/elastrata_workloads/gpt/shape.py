@@ -1,4 +1,4 @@
-"""The numbers that fix a GPT, and the parts it is composed of."""
+"""Sizes and options of a GPT."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Activation = Literal["gelu", "swiglu"]
 
 @dataclass(frozen=True, kw_only=True)
 class GptShape:
-    """Everything that fixes the model's parameters and how they are applied."""
+    """Sizes and options that define the model's parameters and computation."""
 
     num_ids: int
-    """Real ids; the model gives a logit for each."""
+    """Number of real ids; the model has a logit for each."""
     num_embeddings: int
     """Rows of the embedding table, at least `num_ids`."""
     hidden_size: int
@@ -45,7 +45,7 @@ class GptShape:
 
     @property
     def block(self) -> BlockShape:
-        """Each of the blocks."""
+        """The shape of every block."""
         norm = NormShape(kind=self.norm, eps=self.norm_eps, bias=self.bias)
         return BlockShape(
             attention=AttentionShape(
@@ -67,7 +67,7 @@ class GptShape:
         )
 
     def model_spec(self, seq_len: int) -> ModelSpec:
-        """The numbers that memory, time and FLOPs depend on."""
+        """Return the quantities that determine memory, time and FLOPs."""
         return ModelSpec(
             layers=self.num_layers,
             hidden=self.hidden_size,

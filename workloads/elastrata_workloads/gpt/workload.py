@@ -1,4 +1,4 @@
-"""GPT as the engine and its recipes know it."""
+"""The GPT workload: recipe keys and the engine's interface."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ from elastrata_workloads.unpadded.workload import (
 if TYPE_CHECKING:
     from elastrata_workloads.gpt.model import GptModel
 
+# Llama rounds the width of its feed-forward up to a multiple of this.
 _GATED_MULTIPLE = 256
 
 
+# A tokenizer for running text has a single such token, its end of text.
 _BERTS_FRAMING = 3
-"""`[CLS]`, `[SEP]` and `[UNK]`; a tokenizer for running text has one token that does it all."""
+"""Number of framing tokens of a BERT tokenizer: `[CLS]`, `[SEP]` and `[UNK]`."""
 
 
 class Gpt(UnpaddedTransformer):
@@ -98,7 +100,8 @@ class Gpt(UnpaddedTransformer):
         return self
 
     def architecture(self) -> dict[str, Any]:
-        """All that its initialization, its dropout and its kernels do not concern."""
+        """Return the keys that define the architecture, without initialisation, dropout and
+        kernels."""
         keys = ("hidden_size", "num_layers", "num_heads", "positions", "activation", "norm")
         more = ("norm_eps", "bias", "qk_norm", "tied_embeddings")
         position = "max_positions" if self.positions == "learned" else "rotary_base"
@@ -110,31 +113,31 @@ class Gpt(UnpaddedTransformer):
 
     @classmethod
     def settings_of(cls, config: Any) -> dict[str, Any] | None:
-        """The keys by which it is a GPT-2, a Llama or a Qwen3.
+        """Return the workload's settings for a GPT-2, Llama or Qwen3, or None for another model.
 
         Raises:
-            UserError: that one has a part which this decoder lacks.
+            UserError: the configuration has a part that this decoder lacks.
         """
         family = FAMILIES.get(config.model_type)
         if family is None:
             return None
-        if lacking := family.unsupported(config):
-            raise UserError(f"workload gpt has no {', '.join(lacking)}")
+        if missing_parts := family.unsupported(config):
+            raise UserError(f"workload gpt has no {', '.join(missing_parts)}")
         settings: dict[str, Any] = family.from_config(config)
         return settings
 
     def counterpart(self, vocabulary: Vocabulary) -> Counterpart:
-        """Where its parameters lie in GPT-2, Llama or Qwen3.
+        """Return the mapping of parameters to GPT-2, Llama or Qwen3.
 
         Raises:
             UserError: transformers has no such model.
         """
         shape = self.shape(vocabulary.size)
-        found: Counterpart = family_of(shape).counterpart(shape)
-        return found
+        mapping: Counterpart = family_of(shape).counterpart(shape)
+        return mapping
 
     def problems(self, manifest: Manifest) -> list[str]:
-        """One line per reason why GPT cannot train on that data set; empty if it can."""
+        """Return one line per reason why GPT cannot train on this data set."""
         lines = []
         if manifest.pairs:
             lines.append(
@@ -144,8 +147,11 @@ class Gpt(UnpaddedTransformer):
         return [*lines, *self.too_long(manifest)]
 
     def advice(self, manifest: Manifest) -> list[str]:
-        """A line where the tokenizer is made for BERT: beside padding and mask it has tokens that
-        begin and end a sample, and one for what is unknown."""
+        """Return one line if the tokenizer is one for BERT.
+
+        Besides padding and mask, such a tokenizer has tokens for the start, the end and unknown
+        words.
+        """
         vocabulary = manifest.vocabulary
         framing = {*vocabulary.special_ids} - {vocabulary.pad_id, vocabulary.mask_id}
         if vocabulary.mask_id is None or len(framing) < _BERTS_FRAMING:
@@ -156,7 +162,7 @@ class Gpt(UnpaddedTransformer):
         ]
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> GptModel:
-        """A plain, unsharded model on the current device, drawn from torch's current generator."""
+        """Return an unsharded model on the current device, initialised from torch's generator."""
         # Imported here: it brings torch's compiler along, a second that drivers can do without.
         from elastrata_workloads.gpt.model import GptModel
 
@@ -164,12 +170,14 @@ class Gpt(UnpaddedTransformer):
 
     @override
     def divided_sizes(self) -> dict[str, int]:
-        """Those that tensor parallelism divides, by key."""
+        """Return the sizes that tensor parallelism divides, by key."""
         return {**super().divided_sizes(), "num_kv_heads": self.num_kv_heads or self.num_heads}
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> UnpaddedBatch:
-        """A micro-batch; what dropout drops depends on seed, epoch and sample alone. Every token
-        predicts the next one, but the last of each document."""
+        """Return a micro-batch in which every token but a document's last predicts the next one.
+
+        The dropout masks depend only on seed, epoch and sample.
+        """
         terms = terms_of(self.predicts, self.z_loss)
         return collate(
             rows, pad_id=vocabulary.pad_id, seed=seed, dropout=self.dropout > 0, terms=terms
@@ -177,7 +185,7 @@ class Gpt(UnpaddedTransformer):
 
     @property
     def exported_as(self) -> ExportedAs:
-        """The names by which transformers knows its exports: a language model."""
+        """The names by which transformers loads an export: as a causal language model."""
         return ExportedAs(loader="AutoModelForCausalLM", task="text-generation")
 
     def export(
@@ -189,10 +197,10 @@ class Gpt(UnpaddedTransformer):
         path: Path,
         form: WeightForm = AS_TRAINED,
     ) -> None:
-        """Writes a folder that transformers' `AutoModelForCausalLM.from_pretrained` loads.
+        """Write a folder that transformers' `AutoModelForCausalLM.from_pretrained` can load.
 
         Raises:
-            UserError: the model is neither in GPT-2's style nor in Llama's or Qwen3's.
+            UserError: the model fits neither GPT-2 nor Llama nor Qwen3.
         """
         # Imported here: training does without safetensors.
         from elastrata_workloads.gpt.hf import export
@@ -200,14 +208,14 @@ class Gpt(UnpaddedTransformer):
         export(self.shape(vocabulary.size), state, tokenizer, path, form)
 
     def model_spec(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
-        """The numbers that memory, time and FLOPs are computed from."""
+        """Return the quantities that determine memory, time and FLOPs."""
         return self.shape(vocabulary.size).model_spec(seq_len)
 
     def shape(self, num_ids: int) -> GptShape:
-        """The model's shape with a vocabulary of so many ids."""
+        """Return the model's shape for a vocabulary of `num_ids` ids."""
         heads = {"num_kv_heads": self.num_kv_heads or self.num_heads}
-        same = {**self.same_in(GptShape), **heads}
-        return GptShape(**same, num_ids=num_ids, num_embeddings=self.num_rows(num_ids))
+        shared_values = {**self.same_in(GptShape), **heads}
+        return GptShape(**shared_values, num_ids=num_ids, num_embeddings=self.num_rows(num_ids))
 
     @property
     @override
@@ -220,18 +228,20 @@ class Gpt(UnpaddedTransformer):
         """Width of the feed-forward."""
         if self.intermediate_size or self.activation == "gelu":
             return super().inner_size
+        # 8/3 instead of 4: with three matrices the feed-forward then has as many weights as with
+        # two.
         size = 8 * self.hidden_size // 3
         return size + -size % _GATED_MULTIPLE
 
 
 def from_transformers(folder: Path | str) -> tuple[Gpt, dict[str, Tensor]]:
-    """Reads a folder that transformers' `save_pretrained` or `elastrata export` has written.
+    """Load a folder written by transformers' `save_pretrained` or by `elastrata export`.
 
     Returns:
-        The workload, and the state dict for its model with as many ids as the folder's model has.
+        The workload, and the state dict for its model with as many ids as the folder's model.
 
     Raises:
-        UserError: the folder holds another kind of model, or one with a part that ours lacks.
+        UserError: the folder has another kind of model, or one with a part that ours lacks.
     """
     # Imported here: it takes seconds, and workers never import models.
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -240,8 +250,8 @@ def from_transformers(folder: Path | str) -> tuple[Gpt, dict[str, Tensor]]:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise UserError(f"{folder}: a {config.model_type}: expected {', '.join(FAMILIES)}")
-    if lacking := family.unsupported(config):
-        raise UserError(f"{folder}: workload gpt has no {', '.join(lacking)}")
+    if missing_parts := family.unsupported(config):
+        raise UserError(f"{folder}: workload gpt has no {', '.join(missing_parts)}")
     workload = Gpt.model_validate(family.from_config(config))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     table = family.counterpart(workload.shape(config.vocab_size))

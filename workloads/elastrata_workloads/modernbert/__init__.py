@@ -1,4 +1,4 @@
-"""ModernBERT: masked-language-model pre-training of an encoder with windows, rotary positions."""
+"""ModernBERT: masked-language-model pre-training of an encoder with local attention."""
 
 from elastrata_workloads.modernbert.workload import ModernBert
 

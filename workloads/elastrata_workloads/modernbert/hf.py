@@ -1,4 +1,4 @@
-"""ModernBERT in the format of transformers: its configuration, its parameters, and its folder."""
+"""ModernBERT in the format of transformers: configuration, parameter names and folder."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _BLOCK = {
     "feed_forward.up": Origin(name="mlp.Wi", part=1, parts=2),
     "feed_forward.down": Origin(name="mlp.Wo"),
 }
-"""Where the modules within a block lie in theirs."""
+"""Origins of a block's modules in ModernBERT's."""
 
 
 def to_config(shape: ModernBertShape) -> dict[str, Any]:
-    """The arguments of transformers' ModernBertConfig, without special ids."""
+    """Return the arguments of transformers' ModernBertConfig, without special ids."""
     return {
         "vocab_size": shape.num_ids,
         "hidden_size": shape.hidden_size,
@@ -60,7 +60,7 @@ def to_config(shape: ModernBertShape) -> dict[str, Any]:
 
 
 def from_config(config: Any) -> dict[str, Any]:
-    """The settings of the workload `modernbert` for a ModernBertConfig."""
+    """Return the settings of the workload `modernbert` for a ModernBertConfig."""
     bases = config.rope_parameters
     return {
         "hidden_size": config.hidden_size,
@@ -78,29 +78,34 @@ def from_config(config: Any) -> dict[str, Any]:
 
 
 def unsupported(config: Any) -> list[str]:
-    """Parts that a ModernBertConfig asks for and our model does not have; empty: it has all."""
+    """Return the parts of a ModernBertConfig that our model lacks; empty if it has all."""
     types, bases = config.layer_types, config.rope_parameters
-    lacks = {
+    missing_by_part = {
         f"hidden_activation {config.hidden_activation}": config.hidden_activation != "gelu",
         f"classifier_activation {config.classifier_activation}": (
             config.classifier_activation != "gelu"
         ),
         **{name: getattr(config, name) for name in _BIASES},
         "decoder_bias false": not config.decoder_bias,
+        # `window` is split into two equal sides.
         f"local_attention {config.local_attention}": config.local_attention % 2 != 0,
+        # Only a regular pattern can be expressed by `global_every`.
         f"layer_types {types}": types != _layer_types(len(types), _global_every(types)),
         "a rope_type but default": any(part["rope_type"] != "default" for part in bases.values()),
         "tie_word_embeddings false": not config.tie_word_embeddings,
     }
-    return [key for key, differs in lacks.items() if differs]
+    return [key for key, differs in missing_by_part.items() if differs]
 
 
 _BIASES = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
 
 
 def counterpart(shape: ModernBertShape) -> Counterpart:
-    """Where our parameters lie in it: query, key and value are one matrix there, and so are the
-    feed-forward's gate and what it multiplies."""
+    """Return the mapping of our parameters to ModernBERT's.
+
+    ModernBERT stores query, key and value as one matrix, and the feed-forward's `gate` and `up` as
+    another.
+    """
     modules = _OUTSIDE | in_blocks(shape.num_layers, "blocks", "model.layers", _BLOCK)
     return Counterpart(
         origins=of_parameters(modules) | {"head.bias": Origin(name="decoder.bias")},
@@ -115,7 +120,7 @@ def _layer_types(num_layers: int, global_every: int) -> list[str]:
 
 
 def _global_every(types: list[str]) -> int:
-    """The distance of the first two global layers; all layers where there is one."""
+    """Return the distance of the first two global layers, or the layer count if only one is."""
     places = [number for number, kind in enumerate(types) if kind == _GLOBAL]
     return places[1] - places[0] if len(places) > 1 else len(types)
 
@@ -131,8 +136,11 @@ def export(
     path: Path,
     form: WeightForm,
 ) -> None:
-    """Writes config.json, the weights and the tokenizer's files. The decoder's weight is not in the
-    file: transformers ties it to the token embedding, as this model does."""
+    """Write config.json, the weights and the tokenizer's files.
+
+    The decoder's weight is not in the file: transformers ties it to the token embedding, as this
+    model does.
+    """
     weights = counterpart(shape).to_theirs(IdRows(state, _ROWS_PER_ID, shape.num_ids))
     hf.export(
         "ModernBertConfig",

@@ -1,10 +1,10 @@
-"""ModernBERT (Warner et al. 2024, arXiv 2412.13663) on samples laid end to end, without padding.
+"""ModernBERT (Warner et al. 2024, arXiv 2412.13663) on concatenated samples, without padding.
 
-Norms before each half of a block and behind the embeddings, no biases but the decoder's, a gated
-feed-forward, rotary positions; two in three layers attend within a window. The decoder is the token
-embedding.
+It has norms before each half of a block and after the embeddings, no biases but the decoder's, a
+gated feed-forward and rotary positions. Two in three layers attend within a window. The decoder is
+the token embedding.
 
-Shapes: P predicted tokens, E hidden size, V rows of the vocabulary's table.
+Shapes: P predicted tokens, E hidden size, V rows of the vocabulary table.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from elastrata_workloads.modernbert.shape import ModernBertShape
 from elastrata_workloads.unpadded.block import Block
 from elastrata_workloads.unpadded.stack import Embeddings, Stack
 
-_CUT = 2.0
-"""First weights are at most so many standard deviations from 0."""
+_MAX_DEVIATIONS = 2.0
+"""Maximum distance of initial weights from 0, in standard deviations."""
 
 
 class ModernBertModel(Stack):
-    """Embeddings, blocks, norm and head."""
+    """An encoder: embeddings, blocks, norm and head."""
 
     head: PredictionHead
 
@@ -42,18 +42,18 @@ class ModernBertModel(Stack):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Draws all parameters anew from torch's current generator.
+        """Initialise all parameters from torch's current generator.
 
-        As published (Warner et al. 2024, section 2.2, "Megatron initialization"): projections that
-        add to the residual stream, two in each of L blocks, are smaller by sqrt(2 L), and so is the
-        head's.
+        As published (Warner et al. 2024, section 2.2, "Megatron initialization"), the initial
+        weights of the projections that add to the residual stream, two in each of L blocks, and
+        those of the head are smaller by sqrt(2 L).
         """
         deviation = self.shape.initializer_range
         smaller = deviation / math.sqrt(2 * self.shape.num_layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 is_last = name.endswith(("attention.output", "feed_forward.down", "head.dense"))
-                _draw(module.weight, smaller if is_last else deviation)
+                _draw_truncated(module.weight, smaller if is_last else deviation)
             if isinstance(module, nn.LayerNorm):
                 module.weight.fill_(1.0)
         self.embeddings.tokens.weight[self.shape.pad_id].zero_()
@@ -70,13 +70,16 @@ class PredictionHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(shape.num_embeddings))
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Logits of shape [P, V] from [P, E] and the table [V, E]."""
+        """Return logits of shape [P, V] from [P, E] and the table [V, E]."""
         return F.linear(self.norm(F.gelu(self.dense(hidden))), tokens, self.bias)
 
 
-def _draw(weight: Tensor, deviation: float) -> None:
-    """By the inverse of the cut distribution. torch draws anew until all numbers fit, which takes
-    nine times as long, and never ends in a rehearsal, where numbers have no values."""
-    most = math.erf(_CUT / math.sqrt(2))
+def _draw_truncated(weight: Tensor, deviation: float) -> None:
+    """Draw weights from a truncated normal distribution, by its inverse."""
+    # torch's `trunc_normal_` redraws until all numbers fit. It takes nine times as long, and never
+    # ends in a rehearsal, whose tensors have no values.
+    most = math.erf(_MAX_DEVIATIONS / math.sqrt(2))
     weight.uniform_(-most, most).erfinv_().mul_(math.sqrt(2) * deviation)
-    weight.clamp_(-_CUT * deviation, _CUT * deviation)  # what rounding puts beyond
+    weight.clamp_(
+        -_MAX_DEVIATIONS * deviation, _MAX_DEVIATIONS * deviation
+    )  # what rounding puts beyond

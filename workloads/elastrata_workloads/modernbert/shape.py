@@ -1,4 +1,4 @@
-"""The numbers that fix a ModernBERT."""
+"""Sizes and options of a ModernBERT."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from elastrata_workloads.unpadded.shapes import AttentionShape, BlockShape, Kern
 
 @dataclass(frozen=True, kw_only=True)
 class ModernBertShape:
-    """Everything that fixes the model's parameters and how they are applied."""
+    """Sizes and options that define the model's parameters and computation."""
 
     num_ids: int
-    """Real ids; the model gives a logit for each."""
+    """Number of real ids; the model has a logit for each."""
     num_embeddings: int
     """Rows of the embedding table, at least `num_ids`."""
     pad_id: int
@@ -23,9 +23,10 @@ class ModernBertShape:
     intermediate_size: int
     max_positions: int
     window: int
-    """Tokens that a local layer attends to around each, half of them to each side."""
+    """Number of tokens that a local layer attends to around each token, half of them to each
+    side."""
     global_every: int
-    """The first of so many layers, and so on, attends to all tokens."""
+    """Period of global layers, beginning with the first layer; they attend to all tokens."""
     global_rotary_base: float
     local_rotary_base: float
     norm_eps: float
@@ -35,11 +36,11 @@ class ModernBertShape:
 
     @property
     def norm(self) -> NormShape:
-        """Every norm: without biases, as all there is in a block."""
+        """The shape of every norm, without biases."""
         return NormShape(eps=self.norm_eps, bias=False)
 
     def block(self, number: int) -> BlockShape:
-        """The block of that number, from 0. The first has the embeddings' norm before it."""
+        """Return the shape of block `number`, counted from 0."""
         is_global = number % self.global_every == 0
         return BlockShape(
             attention=AttentionShape(
@@ -56,13 +57,14 @@ class ModernBertShape:
             activation="geglu",
             bias=False,
             norm=self.norm,
+            # The embeddings end with a norm, so the first block needs none.
             normed_input=number > 0,
             attention_dropout=self.attention_dropout,
             feed_forward_dropout=0.0,
         )
 
     def model_spec(self, seq_len: int, mask_probability: float) -> ModelSpec:
-        """The numbers that memory, time and FLOPs depend on."""
+        """Return the quantities that determine memory, time and FLOPs."""
         return ModelSpec(
             layers=self.num_layers,
             hidden=self.hidden_size,

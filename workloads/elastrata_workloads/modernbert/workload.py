@@ -1,4 +1,4 @@
-"""ModernBERT as the engine and its recipes know it."""
+"""The ModernBERT workload: recipe keys and the engine's interface."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class ModernBert(MaskedTransformer):
 
     @override
     def architecture(self) -> dict[str, Any]:
-        """All that its objective, its initialization and its kernels do not concern."""
+        """Return the keys that define the architecture, without objective, initialisation and
+        kernels."""
         keys = ("hidden_size", "num_layers", "num_heads", "window", "norm_eps")
         bases = ("global_rotary_base", "local_rotary_base")
         values = {key: getattr(self, key) for key in (*keys, *bases)}
@@ -80,30 +81,31 @@ class ModernBert(MaskedTransformer):
 
     @classmethod
     def settings_of(cls, config: Any) -> dict[str, Any] | None:
-        """The keys by which it is a ModernBERT of transformers.
+        """Return the workload's settings for a ModernBERT of transformers, or None for another
+        model.
 
         Raises:
-            UserError: that one has a part which this encoder lacks.
+            UserError: the configuration has a part that this encoder lacks.
         """
         if config.model_type != "modernbert":
             return None
-        if lacking := hf.unsupported(config):
-            raise UserError(f"workload modernbert has no {', '.join(lacking)}")
+        if missing_parts := hf.unsupported(config):
+            raise UserError(f"workload modernbert has no {', '.join(missing_parts)}")
         return hf.from_config(config)
 
     def counterpart(self, vocabulary: Vocabulary) -> Counterpart:
-        """Where its parameters lie in transformers' ModernBERT."""
+        """Return the mapping of parameters to transformers' ModernBERT."""
         return hf.counterpart(self.shape(vocabulary))
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> ModernBertModel:
-        """A plain, unsharded model on the current device, drawn from torch's current generator."""
+        """Return an unsharded model on the current device, initialised from torch's generator."""
         # Imported here: it brings torch's compiler along, a second that drivers can do without.
         from elastrata_workloads.modernbert.model import ModernBertModel
 
         return ModernBertModel(self.shape(vocabulary))
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> UnpaddedBatch:
-        """A micro-batch with its masks, which depend on seed, epoch and sample alone."""
+        """Return a masked micro-batch; the masks depend only on seed, epoch and sample."""
         return masked(
             rows,
             vocabulary,
@@ -116,7 +118,7 @@ class ModernBert(MaskedTransformer):
     @property
     @override
     def exported_as(self) -> ExportedAs:
-        """The names by which transformers knows its exports."""
+        """The names by which transformers loads an export."""
         return ExportedAs(loader="AutoModelForMaskedLM", task="fill-mask")
 
     def export(
@@ -128,18 +130,18 @@ class ModernBert(MaskedTransformer):
         path: Path,
         form: WeightForm = AS_TRAINED,
     ) -> None:
-        """Writes a folder that transformers' `ModernBertForMaskedLM.from_pretrained` loads."""
+        """Write a folder that transformers' `ModernBertForMaskedLM.from_pretrained` can load."""
         # Imported here: training does without safetensors.
         from elastrata_workloads.modernbert.hf import export
 
         export(self.shape(vocabulary), state, tokenizer, path, form)
 
     def model_spec(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
-        """The numbers that memory, time and FLOPs are computed from."""
+        """Return the quantities that determine memory, time and FLOPs."""
         return self.shape(vocabulary).model_spec(seq_len, self.mask_probability)
 
     def shape(self, vocabulary: Vocabulary) -> ModernBertShape:
-        """The model's shape with that vocabulary."""
+        """Return the model's shape for this vocabulary."""
         size = vocabulary.size
         return ModernBertShape(
             **self.same_in(ModernBertShape),

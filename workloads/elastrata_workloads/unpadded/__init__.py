@@ -1,1 +1,1 @@
-"""Parts that models share which run on samples laid end to end, without padding."""
+"""Shared parts of models that run on concatenated samples, without padding."""

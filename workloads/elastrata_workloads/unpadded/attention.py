@@ -18,26 +18,27 @@ from elastrata_workloads.unpadded.windows import by_runs, compiled_by_runs, sees
 
 
 def rotated(heads: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Turns every head by angles that grow with the position (Su et al. 2021, arXiv 2104.09864).
+    """Rotate every head by angles that grow with the position (Su et al. 2021, arXiv 2104.09864).
 
-    Feature i of the first half of a head and feature i of the second half are turned as a pair, by
-    position * base^(-2 i / D): transformers' layout of weights. In fp32, as bf16 could not tell
-    neighbouring positions apart.
+    Feature i of the first half of a head and feature i of the second half form a pair, which is
+    rotated by position * base^(-2 i / D). This is the weight layout of transformers.
 
     Args:
         heads: shape [T, H, D], D even.
-        positions: shape [T], int64: place of each token in its segment.
-        base: the slowest pair takes about 2 pi * base positions to turn once.
+        positions: shape [T], int64: position of each token in its segment.
+        base: the slowest pair takes about 2 pi * base positions for one rotation.
     """
     size = heads.shape[-1]
     exponents = torch.arange(0, size, 2, device=heads.device, dtype=torch.float32) / size
     angles = (positions[:, None] * (1.0 / base**exponents))[:, None]
     cos, sin = angles.cos(), angles.sin()
+    # In fp32: bf16 cannot distinguish neighbouring positions.
     first, second = heads.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(heads.dtype)
 
 
+# Older versions of torch have no `enable_gqa`: key and value are repeated instead.
 _SHARES_HEADS = shares_heads(varlen_attn)
 
 
@@ -51,21 +52,20 @@ def attention(
     causal: bool = False,
     window: int | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention of every token to the tokens of its own segment.
+    """Return scaled dot-product attention of every token to the tokens of its segment.
 
-    Vaswani et al. 2017, equation 1, once per segment and head. Where key and value have fewer
-    heads, each of theirs serves H / K neighbouring ones of the query (Ainslie et al. 2023,
-    arXiv 2305.13245).
+    Vaswani et al. 2017, equation 1, once per segment and head. If key and value have fewer heads,
+    each of these serves H / K neighbouring query heads (Ainslie et al. 2023, arXiv 2305.13245).
 
     Args:
         query: shape [T, H, D].
-        key: shape [T, K, D]; so is value.
-        value: see key.
+        key: shape [T, K, D].
+        value: shape [T, K, D].
         segments: cover all T tokens.
-        kernel: dense, or else varlen where there is one for these tensors.
-        causal: whether a token attends to itself and those before it only.
-        window: tokens to each side that it attends to at most (Beltagy et al. 2020,
-            arXiv 2004.05150); None: all.
+        kernel: "dense"; any other value uses varlen if the device and dtype support it, else dense.
+        causal: whether a token attends only to itself and to earlier tokens.
+        window: maximum distance of attended tokens, to each side (Beltagy et al. 2020, arXiv
+            2004.05150); None: no limit.
 
     Returns:
         Shape [T, H, D].
@@ -97,7 +97,7 @@ def attention(
 
 
 def _window(causal: bool, window: int | None) -> tuple[int, int]:
-    """Tokens before and behind, -1: all."""
+    """Return the number of attended tokens before and after a token; -1 means all."""
     reach = -1 if window is None else window
     return reach, 0 if causal else reach
 
@@ -126,7 +126,7 @@ _outside_of_graphs = torch.compiler.disable(by_runs)  # type: ignore[no-untyped-
 
 
 def _for_each_head(query: Tensor, shared: Tensor) -> Tensor:
-    """Key or value of shape [T, K, D] as [T, H, D]."""
+    """Expand key or value from shape [T, K, D] to [T, H, D]."""
     return shared.repeat_interleave(query.shape[1] // shared.shape[1], dim=1)
 
 
@@ -135,7 +135,7 @@ def _capability(query: Tensor) -> tuple[int, int] | None:
 
 
 class SelfAttention(nn.Module):
-    """Projections to query, key and value, and the attention between them."""
+    """Query, key and value projections, and the attention over them."""
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, hidden: Tensor, segments: Segments, positions: Tensor | None = None
     ) -> Tensor:
-        """Shape [T, E] to [T, E]; positions of shape [T] where queries and keys are turned."""
+        """Map shape [T, E] to [T, E]; rotary attention needs positions of shape [T]."""
         # -1: under tensor parallelism a rank holds some of the heads only.
         heads = (-1, self.shape.head_size)
         query = self.query(hidden).unflatten(-1, heads)

@@ -1,4 +1,4 @@
-"""A block: self-attention and a feed-forward of two matrices, or gated, of three."""
+"""A transformer block: self-attention and a feed-forward of two matrices, or three if gated."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ _FUNCTIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "geglu": F.gelu,
     "swiglu": F.silu,
 }
-"""What is applied to the inner numbers, or to the gate (Hendrycks and Gimpel 2016,
-arXiv 1606.08415; Shazeer 2020, arXiv 2002.05202)."""
+"""Functions applied to the inner activations, or to the gate (Hendrycks and Gimpel 2016, arXiv
+1606.08415; Shazeer 2020, arXiv 2002.05202)."""
 
 
 class FeedForward(nn.Module):
-    """Wider, through the activation, and back; if gated, the activation is applied to the gate
-    alone."""
+    """Feed-forward layer; if gated, the activation function is applied only to the gate."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
@@ -36,7 +35,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=shape.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Shape [T, E] to [T, E]."""
+        """Map shape [T, E] to [T, E]."""
         if self.gate is None:
             inner = self.activation(self.up(hidden))
         else:
@@ -61,9 +60,9 @@ class Block(nn.Module):
     def forward(
         self, hidden: Tensor, segments: Segments, positions: Tensor, dropout_keys: Tensor | None
     ) -> Tensor:
-        """Shape [T, E] to [T, E]; positions of shape [T]."""
+        """Map shape [T, E] to [T, E]; positions have shape [T]."""
         attended = self.attention(self.attention_norm(hidden), segments, positions)
         hidden = hidden + self.attention_dropout(attended, dropout_keys)
-        fed = self.feed_forward(self.feed_forward_norm(hidden))
-        out: Tensor = hidden + self.feed_forward_dropout(fed, dropout_keys)
+        transformed = self.feed_forward(self.feed_forward_norm(hidden))
+        out: Tensor = hidden + self.feed_forward_dropout(transformed, dropout_keys)
         return out

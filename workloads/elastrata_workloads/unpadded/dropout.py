@@ -1,4 +1,4 @@
-"""Dropout whose mask belongs to the token, not to the process that happens to draw it."""
+"""Dropout whose mask depends on the token and not on the process that computes it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _BITS = 24
 class HiddenDropout(nn.Module):
     """Zeroes activations with probability `rate` and scales the others by 1 / (1 - rate).
 
-    The mask is a hash of (token key, site, feature), so it is the same in a recomputation, on any
-    rank and in any micro-batch. It is a function of integers only: no generator state is touched.
+    The mask is a hash of (token key, site, feature), so it is the same in recomputation, on any
+    rank and in any micro-batch. It uses integer arithmetic only and no random generator.
 
     Args:
         rate: probability of a zero, in [0, 1).
-        site: a number of its own for every place of a block that drops; keys tell blocks apart.
+        site: index of this dropout within a block, unique there; token keys differ between blocks.
     """
 
     def __init__(self, rate: float, site: int) -> None:
@@ -28,31 +28,35 @@ class HiddenDropout(nn.Module):
         self.site = site
 
     def forward(self, hidden: Tensor, keys: Tensor | None) -> Tensor:
-        """Drops in training, with keys; otherwise returns `hidden` as it is.
+        """Apply dropout in training if there are keys; otherwise return `hidden` unchanged.
 
         Args:
             hidden: shape [T, E].
-            keys: shape [T], int64: (seed, epoch, sample, token) hashed; None switches dropout off.
+            keys: shape [T], int64: hash of (seed, epoch, sample, token); None disables dropout.
         """
         if not self.training or self.rate == 0.0 or keys is None:
             return hidden
-        drawn = token_feature_hash(keys, self.site, hidden.shape[-1])
-        kept = drawn >= int(self.rate * 2**_BITS)
-        return hidden * kept * (1.0 / (1.0 - self.rate))
+        hashes = token_feature_hash(keys, self.site, hidden.shape[-1])
+        # An integer comparison gives the same mask on every device and dtype.
+        is_kept = hashes >= int(self.rate * 2**_BITS)
+        return hidden * is_kept * (1.0 / (1.0 - self.rate))
 
 
 def layer_keys(keys: Tensor | None, layer: int) -> Tensor | None:
-    """The token keys of one block, made outside of it: blocks stay alike and compile only once."""
+    """Return the token keys of one block."""
+    # Computed outside the block: blocks stay identical, so torch.compile compiles only one.
     return None if keys is None else keys + layer
 
 
 def token_feature_hash(keys: Tensor, site: int, num_features: int) -> Tensor:
-    """A number from 0 to 2^24 - 1 for every token and feature, shape [T, num_features], int32."""
-    folded = (keys ^ (keys >> 32)).to(torch.int32)
-    tokens = _mix(folded ^ _mix(torch.full_like(folded, site + 1)))
+    """Return an integer in [0, 2^24) for every token and feature, shape [T, num_features],
+    int32."""
+    # The hash is 32-bit: the 64-bit keys are folded first.
+    keys_32 = (keys ^ (keys >> 32)).to(torch.int32)
+    tokens = _mix(keys_32 ^ _mix(torch.full_like(keys_32, site + 1)))
     features = _mix(torch.arange(num_features, device=keys.device, dtype=torch.int32))
-    drawn: Tensor = _mix(tokens[:, None] ^ features) & (2**_BITS - 1)
-    return drawn
+    hashes: Tensor = _mix(tokens[:, None] ^ features) & (2**_BITS - 1)
+    return hashes
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models in the format of transformers: tables of parameter names, and the folder."""
+"""Export to the format of transformers: tables of parameter names, and the model folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastrata.workload.hf_mapping import Origin
 def in_blocks(
     num_layers: int, ours: str, theirs: str, modules: Mapping[str, Origin]
 ) -> dict[str, Origin]:
-    """Rows for the modules of every block, from those of one."""
+    """Return the origins of all blocks' modules from those of a single block."""
     return {
         f"{ours}.{layer}.{name}": replace(origin, name=f"{theirs}.{layer}.{origin.name}")
         for layer in range(num_layers)
@@ -27,7 +27,7 @@ def in_blocks(
 
 
 def of_parameters(modules: Mapping[str, Origin]) -> dict[str, Origin]:
-    """The weight and the bias that every module may have. A bias is never transposed."""
+    """Return the origins of every module's weight and bias; a bias is never transposed."""
     return {
         f"{name}.{part}": replace(
             origin,
@@ -41,16 +41,16 @@ def of_parameters(modules: Mapping[str, Origin]) -> dict[str, Origin]:
 
 @dataclass(frozen=True)
 class IdRows(Mapping[str, Tensor]):
-    """A state dict whose tables of the vocabulary end with the last id. Tensors are taken from the
-    whole one when they are asked for, so that one that reads them is read but once each."""
+    """A state dict whose vocabulary tables are truncated to the real ids."""
 
     state: Mapping[str, Tensor]
     tables: Collection[str]
-    """Names of the tensors with a row for every id."""
+    """Names of the tensors with one row per id."""
     num_ids: int
 
     @override
     def __getitem__(self, name: str) -> Tensor:
+        # Read lazily, so that a state dict that loads tensors from disk loads each only once.
         value = self.state[name].detach()
         return value[: self.num_ids] if name in self.tables else value
 
@@ -79,19 +79,19 @@ def export(
     special: Sequence[str] = (),
     generates: bool = False,
 ) -> None:
-    """Writes config.json, the weights and the tokenizer's files.
+    """Write config.json, the weights and the tokenizer's files.
 
     Args:
-        config_class: transformers' class of the configuration.
-        architecture: transformers' class of the model.
-        values: of the configuration.
-        weights: names and tensors of transformers' state dict; each is asked for once. Tied ones
-            may be left out: transformers ties them again.
-        tokenizer: folder with the tokenizer's files, copied in; None: no tokenizer.
-        path: the folder to write; made where it is missing.
-        form: of the weights.
-        special: names of ids that the configuration takes from the tokenizer.
-        generates: whether the model writes text: generation_config.json is written, too.
+        config_class: transformers' configuration class.
+        architecture: transformers' model class.
+        values: configuration values.
+        weights: names and tensors of transformers' state dict, iterated once. Tied tensors may be
+            omitted: transformers ties them again.
+        tokenizer: folder with the tokenizer's files, copied into `path`; None: no tokenizer.
+        path: output folder, created if missing.
+        form: format of the weights.
+        special: names of special ids that the configuration takes from the tokenizer.
+        generates: whether the model generates text, which adds generation_config.json.
     """
     # Imported here: it takes seconds, and workers never export.
     import transformers
@@ -100,8 +100,8 @@ def export(
     ids: dict[str, Any] = dict.fromkeys(special)
     path.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
-        loaded = AutoTokenizer.from_pretrained(tokenizer) if special else None
-        ids = {name: getattr(loaded, name) for name in special}
+        loaded_tokenizer = AutoTokenizer.from_pretrained(tokenizer) if special else None
+        ids = {name: getattr(loaded_tokenizer, name) for name in special}
         shutil.copytree(tokenizer, path, dirs_exist_ok=True)
     make_config: Any = getattr(transformers, config_class)
     make_config(

@@ -1,6 +1,7 @@
 """The loss of a model's predictions, over a vocabulary that may be sharded over ranks.
 
-P predictions, V rows of the vocabulary's table; C: columns of one rank, V / number of ranks, or V.
+Letters: P predictions; V rows of the vocabulary table; C columns of one rank, V / number of ranks,
+or V if the vocabulary is not sharded.
 """
 
 from __future__ import annotations
@@ -21,67 +22,68 @@ from elastrata_workloads.unpadded.batch import UnpaddedBatch, source_losses
 
 
 def terms_of(term: str, z_loss: float) -> tuple[str, ...]:
-    """The terms that every prediction counts in."""
+    """Return the names of the loss terms in which every prediction counts."""
     return (term, "z") if z_loss else (term,)
 
 
 def prediction_loss(term: str, logits: Tensor, batch: UnpaddedBatch, z_loss: float = 0.0) -> Loss:
-    """Return the sum of cross-entropies, always in fp32, and the number of right answers."""
+    """Return the sum of cross-entropies, always in fp32, and the number of correct predictions."""
     with_each = batch.sources is not None
-    found = cross_entropy(logits, batch.targets, with_squares=z_loss > 0, with_each=with_each)
-    terms = {term: found.total}
-    if found.squares is not None:
-        terms["z"] = z_loss * found.squares
-    by_source = source_losses(found.each, batch.sources, batch.source_names)
-    return Loss(terms, {f"{term}_accuracy": Metric(found.num_right, per=term), **by_source})
+    entropy = cross_entropy(logits, batch.targets, with_squares=z_loss > 0, with_each=with_each)
+    terms = {term: entropy.total}
+    if entropy.squares is not None:
+        terms["z"] = z_loss * entropy.squares
+    by_source = source_losses(entropy.each, batch.sources, batch.source_names)
+    return Loss(terms, {f"{term}_accuracy": Metric(entropy.num_right, per=term), **by_source})
 
 
+# On a CPU a chunk should fit into the cache.
 _AT_ONCE_ON_CPU = 2**20
 
 
 def of_ids(logits: Tensor, num_ids: int) -> Tensor:
-    """The logits of ids, where the table of the vocabulary has rows that are none: these become
-    -inf, in place where that can be."""
+    """Set the logits of table rows without an id to -inf, in place if possible."""
     if not isinstance(logits, DTensor):
-        return _without_others(logits, num_ids)
+        return _mask_columns(logits, num_ids)
     part = logits.to_local()
+    # Rows without an id may begin in the middle of a rank's columns.
     first = logits.device_mesh.get_local_rank() * part.shape[1]
-    part = _without_others(part, num_ids - first)
+    part = _mask_columns(part, num_ids - first)
     return DTensor.from_local(part, logits.device_mesh, logits.placements, run_check=False)
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Sums over predictions."""
+    """Cross-entropy sums over all predictions."""
 
     total: Tensor
     num_right: Tensor
-    """How many predictions are right."""
+    """Number of correct predictions."""
     squares: Tensor | None
-    """Of the logarithm of each prediction's sum of exponentials; None: not asked for."""
+    """Sum of squared log-sum-exps, for z-loss; None if not requested."""
     each: Tensor | None
-    """Of each prediction, detached, shape [P]; None: not asked for."""
+    """Cross-entropy of each prediction, detached, shape [P]; None if not requested."""
 
 
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, with_squares: bool = False, with_each: bool = False
 ) -> CrossEntropy:
-    """The cross entropy, summed over predictions, and how many of them are right.
+    """Return the cross-entropy, summed over predictions, and the number of correct ones.
 
-    Computed in fp32, whatever the logits are in, for some predictions at a time (as Hsu et al.
-    2024, arXiv 2410.10989, section 3.2, with the logits' product left whole): beside the logits no
-    more than `LOGITS_AT_ONCE` numbers are there at once. The backward pass writes the gradient
-    over the logits, so there can be but one.
+    Always computed in fp32, for a chunk of predictions at a time (as Hsu et al. 2024, arXiv
+    2410.10989, section 3.2, but with unchunked logits): at most `LOGITS_AT_ONCE` numbers are
+    allocated in addition to the logits. The backward pass overwrites the logits with their
+    gradient, so it can run only once.
 
-    Divided logits stay where they are: what the ranks tell each other of a prediction is four
-    numbers (as Shoeybi et al. 2019, arXiv 1909.08053, section 3, but in one message). Collective
-    over these ranks, and the same on each. The squares need no number more.
+    Sharded logits stay sharded: ranks exchange four numbers per prediction (as Shoeybi et al. 2019,
+    arXiv 1909.08053, section 3, but in one message). The call is then a collective over these
+    ranks, with the same result on each. `squares` needs no further communication.
 
     Args:
-        logits: shape [P, V]; a DTensor where its columns are divided over ranks.
+        logits: shape [P, V]; a DTensor if its columns are sharded over ranks.
         targets: shape [P].
-        with_squares: whether `squares`, which z-loss is made of, are wanted.
-        with_each: whether `each` is wanted.
+        with_squares: whether to compute `squares`, which z-loss needs.
+        with_each: whether to return `each`.
     """
     group, part = None, logits
     if isinstance(logits, DTensor):
@@ -94,7 +96,7 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy over columns that may be divided."""
+    """Autograd function of the cross-entropy over columns that may be sharded."""
 
     @staticmethod
     def forward(
@@ -105,14 +107,18 @@ class _CrossEntropy(torch.autograd.Function):
         with_squares: bool,
         with_each: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The sums over all columns, from this rank's."""
-        told = logits.new_empty(4, len(targets), dtype=torch.float32)
-        for rows in _portions(logits):
-            told[:, rows] = _statistics(logits[rows], targets[rows])
+        """Return the sums over all columns, given this rank's columns."""
+        # One buffer of shape [4, P], so that a single collective exchanges all statistics.
+        statistics = logits.new_empty(4, len(targets), dtype=torch.float32)
+        for rows in _row_chunks(logits):
+            statistics[:, rows] = _column_statistics(logits[rows], targets[rows])
         total, of_target, right = (
-            _put_together(told, group) if group else (told[0], told[1], told[3])
+            _combine_ranks(statistics, group)
+            if group
+            else (statistics[0], statistics[1], statistics[3])
         )
         ctx.save_for_backward(logits, targets, total)
+        # A second backward pass would read gradients as logits; `is_over` turns that into an error.
         ctx.is_over, ctx.with_squares = False, with_squares
         each, right = total - of_target, right.sum()
         ctx.mark_non_differentiable(right)
@@ -124,46 +130,55 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Softmax less 1 at the target, times the gradient of the sum; and softmax times twice the
-        logarithm, times the gradient of the squares."""
+        """Return softmax minus one-hot target, times the gradient of the sum.
+
+        If z-loss is requested, the result also has 2 * log-sum-exp * softmax, times the gradient of
+        `squares`.
+        """
         if ctx.is_over:
             raise RuntimeError("cross_entropy: a second backward pass: its logits are overwritten")
         logits, targets, total = ctx.saved_tensors
         ctx.is_over = True
+        # Overwrites the logits: a second tensor of their size would dominate peak memory.
         gradient = torch.empty_like(logits) if logits.is_leaf else logits
-        for rows in _portions(logits):
+        for rows in _row_chunks(logits):
             part = _softmax(logits[rows], total[rows])
             if ctx.with_squares:
                 part.mul_((gradients[0] + 2 * gradients[2] * total[rows])[:, None])
-                part = _less_at(part, targets[rows], gradients[0])
+                part = _subtract_at(part, targets[rows], gradients[0])
             else:
-                part = _less_at(part, targets[rows], 1.0).mul_(gradients[0])
+                part = _subtract_at(part, targets[rows], 1.0).mul_(gradients[0])
             gradient[rows] = part
-            del part  # or the next one would be there beside it
+            del part  # frees it before the next chunk is allocated
         return gradient, None, None, None, None
 
 
-def _portions(logits: Tensor) -> Iterator[slice]:
-    """All rows, so many at a time; on a CPU as many as a cache has room for."""
+def _row_chunks(logits: Tensor) -> Iterator[slice]:
+    """Return slices of rows, each small enough to process at once."""
     at_once = LOGITS_AT_ONCE if logits.is_cuda else _AT_ONCE_ON_CPU
     rows = max(1, at_once // logits.shape[1])
     return (slice(first, first + rows) for first in range(0, logits.shape[0], rows))
 
 
-def _columns(targets: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Whether the target's column is one of these, shape [P]; and its number, or any where it is
-    not, shape [P, 1]."""
+def _locate_targets(targets: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Return whether each target is in these columns, shape [P], and its column, shape [P, 1].
+
+    The column of a target that belongs to another rank is arbitrary.
+    """
     is_here = (targets >= 0) & (targets < num_columns)
     return is_here, targets.clamp(0, num_columns - 1)[:, None]
 
 
-def _statistics(logits: Tensor, targets: Tensor) -> Tensor:
-    """Of each prediction, from these columns: the logarithm of the sum of exponentials; the logit
-    of the target, or 0; the largest logit; and whether that is the target's own, and not another
-    one of the same value. Shape [4, P]."""
-    is_here, column = _columns(targets, logits.shape[1])
+def _column_statistics(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return four statistics of each prediction over these columns, shape [4, P].
+
+    They are: the log-sum-exp; the target's logit, or 0 if it belongs to another rank; the largest
+    logit; and whether the first column with the largest logit is the target's.
+    """
+    is_here, column = _locate_targets(targets, logits.shape[1])
     largest, where = logits.max(dim=1)
     largest = largest.float()
+    # The largest logit is subtracted so that no exponential overflows.
     sums = (logits - largest[:, None]).exp_().sum(1)  # in fp32, as the largest is
     of_target = torch.where(is_here, logits.gather(1, column)[:, 0].float(), 0.0)
     is_right = (is_here & (where == targets)).float()
@@ -173,27 +188,28 @@ def _statistics(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _softmax(logits: Tensor, total: Tensor) -> Tensor:
-    """In fp32, as the total is."""
+    """Return the softmax in fp32, the dtype of `total`."""
     return (logits - total[:, None]).exp_()
 
 
-def _less_at(values: Tensor, targets: Tensor, number: Tensor | float) -> Tensor:
-    """Takes a number off at each target, in place."""
-    is_here, column = _columns(targets, values.shape[1])
+def _subtract_at(values: Tensor, targets: Tensor, number: Tensor | float) -> Tensor:
+    """Subtract a number at each target, in place."""
+    is_here, column = _locate_targets(targets, values.shape[1])
     return values.scatter_add_(1, column, -is_here[:, None].float() * number)
 
 
-def _put_together(told: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """The statistics over all columns, but for the largest logit, from those of each rank's."""
-    heard = told.new_empty(group.size(), *told.shape)
-    dist.all_gather(list(heard.unbind()), told, group=group)
-    sums, of_targets, largests, are_right = heard.unbind(1)
-    winners = largests.argmax(0, keepdim=True)  # the first, where there are several
+def _combine_ranks(statistics: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine the statistics of all ranks; the largest logit is not returned."""
+    gathered = statistics.new_empty(group.size(), *statistics.shape)
+    dist.all_gather(list(gathered.unbind()), statistics, group=group)
+    sums, of_targets, largests, are_right = gathered.unbind(1)
+    # Only the rank with the largest logit knows whether the prediction is correct.
+    winners = largests.argmax(0, keepdim=True)  # the first of equal ones
     return sums.logsumexp(0), of_targets.sum(0), are_right.gather(0, winners)[0]
 
 
-class _InPlace(torch.autograd.Function):
-    """Sets all columns but the first few to -inf; the gradient there is zero anyway."""
+class _MaskInPlace(torch.autograd.Function):
+    """Sets all but the first columns to -inf in place; their gradient is zero anyway."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, num_columns: int) -> Tensor:
@@ -206,12 +222,13 @@ class _InPlace(torch.autograd.Function):
         return gradients[0], None
 
 
-def _without_others(logits: Tensor, num_columns: int) -> Tensor:
-    """Logits with -inf in all columns but the first few, maybe none."""
+def _mask_columns(logits: Tensor, num_columns: int) -> Tensor:
+    """Return logits with -inf in all but the first `num_columns` columns."""
     if num_columns >= logits.shape[1]:
         return logits
+    # Autograd forbids in-place changes of leaves, and of views by a custom function.
     if not (logits._is_view() or logits.is_leaf):
-        out: Tensor = _InPlace.apply(logits, max(0, num_columns))  # type: ignore[no-untyped-call]
+        out: Tensor = _MaskInPlace.apply(logits, max(0, num_columns))  # type: ignore[no-untyped-call]
         return out
     columns = torch.arange(logits.shape[1], device=logits.device)
     return logits.masked_fill(columns >= num_columns, -math.inf)

@@ -1,6 +1,6 @@
-"""The numbers that fix a norm, a self-attention and a block, and the kernels of attention.
+"""Sizes and options of a norm, a self-attention and a block, and the attention kernels.
 
-Imports nothing of torch's compiler, so that drivers can read these shapes.
+This module does not import torch's compiler, so that drivers can read these shapes quickly.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from elastrata.device.capabilities import DeviceCapabilities
 Activation = Literal["gelu", "gelu_tanh", "geglu", "swiglu"]
 Kernel = Literal["auto", "varlen", "dense"]
 
+# torch's varlen attention is flash attention, which needs Ampere or newer and half precision.
 _LEAST_CAPABILITY = (8, 0)
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def is_gated(activation: Activation) -> bool:
-    """Whether the feed-forward has a third matrix, whose outputs the others are multiplied by."""
+    """Return whether the feed-forward has a gate, a third matrix."""
     return activation.endswith("glu")
 
 
 def has_varlen(capability: tuple[int, int] | None, dtype: torch.dtype) -> bool:
-    """Whether flash attention takes tensors of that type on such a device."""
+    """Return whether flash attention supports this dtype on a device of this capability."""
     return capability is not None and capability >= _LEAST_CAPABILITY and dtype in _DTYPES
 
 
 def interrupts_graphs(
     kernel: Kernel, capability: tuple[int, int] | None, dtype: torch.dtype
 ) -> bool:
-    """Whether attention is no part of a compiled graph: the dense one of GPUs."""
+    """Return whether attention breaks compiled graphs, as dense attention on GPUs does."""
     is_dense = kernel == "dense" or not has_varlen(capability, dtype)
     return capability is not None and is_dense
 
 
 def shares_heads(varlen_attn: Callable[..., object]) -> bool:
-    """Whether torch's varlen attention takes fewer heads of key and value than of query; before
-    torch 2.12 it does not."""
+    """Return whether torch's varlen attention supports fewer key and value heads (torch >=
+    2.12)."""
     return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def substitution(kernel: Kernel, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
-    """A line where a recipe's `workload.attention` asks for a kernel that is not there."""
+    """Return one line if `workload.attention` requests a kernel that is unavailable."""
     if kernel != "varlen" or has_varlen(capabilities.capability, dtype):
         return []
-    lacks = has_varlen(capabilities.capability, torch.bfloat16)
-    where = "fp32" if lacks else capabilities.device
+    is_fp32 = has_varlen(capabilities.capability, torch.bfloat16)
+    where = "fp32" if is_fp32 else capabilities.device
     return [
         f"workload.attention: varlen: there is none for {where}; dense instead, one call per "
         "run of samples of equal length"
@@ -67,39 +68,39 @@ class NormShape:
 
     kind: Norm = "layer"
     eps: float
-    """Added to variances, or mean squares, before the square root."""
+    """Added to the variance, or mean square, before the square root."""
     bias: bool = True
-    """Whether a LayerNorm has one."""
+    """Whether a LayerNorm has a bias."""
 
     def over(self, size: int) -> nn.LayerNorm | nn.RMSNorm:
-        """A norm over so many features."""
+        """Return a norm module over `size` features."""
         if self.kind == "rms":
             return nn.RMSNorm(size, eps=self.eps)
         return nn.LayerNorm(size, eps=self.eps, bias=self.bias)
 
     def numbers(self, size: int) -> int:
-        """Parameters of a norm over so many features."""
+        """Return the number of parameters of a norm over `size` features."""
         return size * (2 if self.kind == "layer" and self.bias else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """Everything that fixes a self-attention."""
+    """Sizes and options of a self-attention."""
 
     hidden_size: int
     num_heads: int
     num_kv_heads: int
-    """Heads of key and value, a divisor of `num_heads`."""
+    """Number of key and value heads, a divisor of `num_heads`."""
     bias: bool
-    """Whether projections have one."""
+    """Whether projections have a bias."""
     causal: bool
-    """Whether a token attends to itself and those before it only."""
+    """Whether a token attends only to itself and to earlier tokens."""
     window: int | None = None
-    """Tokens to each side that a token attends to at most; None: all of its segment."""
+    """Maximum distance of attended tokens, to each side; None: the whole segment."""
     rotary_base: float | None = None
-    """Of the angles that queries and keys are turned by; None: they are not."""
+    """Base of the rotary angles; None: no rotary positions."""
     head_norm: NormShape | None = None
-    """Of every head's query and key; None: they have none."""
+    """Norm of every head's query and key; None: no norm."""
     kernel: Kernel
 
     @property
@@ -115,18 +116,18 @@ class AttentionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """Everything that fixes a block's parameters and how they are applied."""
+    """Sizes and options of a transformer block."""
 
     attention: AttentionShape
     intermediate_size: int
     activation: Activation
     bias: bool
-    """Whether the feed-forward's matrices have one."""
+    """Whether the feed-forward's matrices have a bias."""
     norm: NormShape
     normed_input: bool = True
-    """Whether there is a norm before attention: not where the embeddings have just had one."""
+    """Whether attention has a norm before it; False if the embeddings end with a norm."""
     attention_dropout: float
-    """Of attention's output."""
+    """Dropout rate of attention's output."""
     feed_forward_dropout: float
 
     @property
@@ -136,7 +137,7 @@ class BlockShape:
 
     @property
     def vectors(self) -> int:
-        """Numbers in biases and norms, with one before each half."""
+        """Number of parameters in biases and norms, with one norm before each half."""
         shape, hidden = self.attention, self.attention.hidden_size
         of_heads = 2 * shape.head_norm.numbers(shape.head_size) if shape.head_norm else 0
         of_attention = 2 * hidden + 2 * shape.kv_width if shape.bias else 0

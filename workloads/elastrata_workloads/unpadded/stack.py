@@ -1,6 +1,6 @@
-"""A model of embeddings, equal blocks, a norm and a head; whole, or cut into stages.
+"""A model of embeddings, identical blocks, a norm and a head, whole or split into stages.
 
-Shapes: T tokens of the micro-batch, P predicted tokens, E hidden size, V rows of the vocabulary's
+Shapes: T tokens of the micro-batch, P predicted tokens, E hidden size, V rows of the vocabulary
 table.
 """
 
@@ -37,14 +37,14 @@ from elastrata_workloads.unpadded.tensor_parallel import (
 
 
 class Embeddings(nn.Module):
-    """Token embeddings, with learned positions added and normalised where the model has that.
+    """Token embeddings, with optional learned positions and norm.
 
     Args:
-        num_rows: of the vocabulary's table.
-        hidden_size: of the residual stream.
-        num_positions: rows of the table of positions; 0: there is none.
-        norm: of the sum; None: there is none.
-        dropout: of what comes out.
+        num_rows: rows of the vocabulary table.
+        hidden_size: width of the residual stream.
+        num_positions: rows of the position table; 0: no table.
+        norm: norm of the sum; None: no norm.
+        dropout: dropout rate of the output.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Embeddings(nn.Module):
         self.dropout = HiddenDropout(dropout, site=0)
 
     def forward(self, input_ids: Tensor, positions: Tensor, dropout_keys: Tensor | None) -> Tensor:
-        """Shape [T, E] from ids and positions of shape [T]."""
+        """Map ids and positions of shape [T] to shape [T, E]."""
         hidden: Tensor = self.tokens(input_ids)
         if self.positions is not None:
             hidden = hidden + self.positions(positions)
@@ -74,7 +74,7 @@ class Embeddings(nn.Module):
 
 
 class Stack(nn.Module):
-    """A whole model. Who derives from it makes `embeddings`, `blocks`, `norm` and `head`."""
+    """A whole model. Subclasses set `embeddings`, `blocks`, `norm` and `head`."""
 
     embeddings: Embeddings
     blocks: nn.ModuleList
@@ -86,7 +86,7 @@ class Stack(nn.Module):
         self.num_ids, self.is_tied = num_ids, is_tied
 
     def forward(self, batch: UnpaddedBatch) -> Tensor:
-        """Logits of the predicted tokens, shape [P, V]; see `of_ids`."""
+        """Return the logits of the predicted tokens, shape [P, V]; see `of_ids`."""
         hidden = self.embeddings(batch.input_ids, batch.positions, batch.dropout_keys)
         segments = batch.segments
         for index, block in enumerate(self.blocks):
@@ -96,10 +96,11 @@ class Stack(nn.Module):
 
 
 class StackStage(nn.Module):
-    """Some blocks of a model under the names they have there; with the embeddings where the first
-    is among them, with norm and head where the last one is.
+    """A pipeline stage: some blocks of a model, with the parameter names of the whole model.
 
-    A tied head has the table of the vocabulary with it."""
+    The stage with the first block also has the embeddings; the stage with the last one has norm and
+    head. A tied head comes with the vocabulary table.
+    """
 
     def __init__(self, model: Stack, blocks: Sequence[int]) -> None:
         super().__init__()
@@ -108,14 +109,18 @@ class StackStage(nn.Module):
         if 0 in blocks:
             self.embeddings: nn.Module = model.embeddings
         elif self.is_last and self.is_tied:
+            # Under the name of the whole model, so that checkpoints and exports need no mapping.
             self.embeddings = nn.ModuleDict({"tokens": model.embeddings.tokens})
+        # Keys are block numbers, so that parameter names equal those of `nn.ModuleList`.
         self.blocks = nn.ModuleDict({str(number): model.blocks[number] for number in blocks})
         if self.is_last:
             self.norm, self.head = model.norm, model.head
 
     def forward(self, batch: UnpaddedBatch, hidden: Tensor | None = None) -> Tensor:
-        """Hidden states of shape [T, E] from those of the stage before, which the first stage does
-        without; logits as `Stack` with the last block."""
+        """Return hidden states of shape [T, E], or the logits of `Stack` in the last stage.
+
+        `hidden` is the previous stage's output; the first stage has none.
+        """
         if hidden is None:
             hidden = self.embeddings(batch.input_ids, batch.positions, batch.dropout_keys)
         segments = batch.segments
@@ -125,19 +130,20 @@ class StackStage(nn.Module):
         return _logits(self, hidden, batch) if self.is_last else hidden
 
 
+# A module without parameters, so that a parallel style can be attached to it.
 class TiedHead(nn.Module):
-    """The head that is the token embedding; a module, so that parallelism has a place to act."""
+    """Head that uses the token embedding as its weight."""
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Logits of shape [P, V] from [P, E] and the table [V, E]."""
+        """Return logits of shape [P, V] from [P, E] and the table [V, E]."""
         return F.linear(hidden, tokens)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model or of a stage, first to last.
+    """Return the blocks of a model or of a stage, first to last.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: the model is neither.
     """
     if isinstance(model, StackStage):
         return list(model.blocks.values())
@@ -145,10 +151,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def whole(model: nn.Module) -> Stack:
-    """The model, as what it is.
+    """Return the model, checked to be a `Stack`.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: it is not.
     """
     if not isinstance(model, Stack):
         raise TypeError(f"expected a Stack, got {type(model).__name__}")
@@ -156,35 +162,39 @@ def whole(model: nn.Module) -> Stack:
 
 
 def _logits(model: Any, hidden: Tensor, batch: UnpaddedBatch) -> Tensor:
-    """Logits, as of `Stack.forward`, from the last hidden states."""
+    """Return the logits of `Stack.forward` from the last hidden states."""
+    # Norm and head run only on predicted tokens: a small part of them with masked tokens.
     hidden = model.norm(hidden.index_select(0, batch.predicted))
     table = [model.embeddings.tokens.weight] if model.is_tied else []
     return of_ids(model.head(hidden, *table), model.num_ids)
 
 
 def plan(model: Stack, size: int, *, sequence: bool) -> dict[str, ParallelStyle]:
-    """The style of every module: heads, feed-forwards and the vocabulary are divided.
+    """Return the parallel style of every module, which shards heads, feed-forwards and vocabulary.
 
     As in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053; sequence parallelism: Korthikanti et
-    al. 2022, arXiv 2205.05198). Logits stay divided over the vocabulary where it is."""
+    al. 2022, arXiv 2205.05198). If the vocabulary is sharded, so are the logits.
+    """
     layout, names = hidden_layout(sequence), {name for name, _ in model.named_modules()}
     num_rows = model.embeddings.tokens.num_embeddings
     styles: dict[str, ParallelStyle] = {
         "embeddings.tokens": embedding_style(num_rows, size),
         "embeddings.positions": Replicated(),
         "embeddings.norm": Replicated(),
-        **{f"blocks.*.{name}": style for name, style in _of_block(layout, sequence).items()},
+        **{f"blocks.*.{name}": style for name, style in _block_styles(layout, sequence).items()},
         "norm": Replicated(),
         "head": (tied_head_style if model.is_tied else head_style)(num_rows, size),
     }
     if sequence:
+        # Between embeddings and the last block's output each rank holds a shard of the tokens.
         styles["embeddings"] = between(Replicate(), Shard(0))
         styles[f"blocks.{len(model.blocks) - 1}"] = between(Shard(0), Replicate())
+    # The plan names all modules that any model can have; torch warns about missing ones.
     return {name: style for name, style in styles.items() if name.replace("*", "0") in names}
 
 
-def _of_block(layout: Placement, sequence: bool) -> dict[str, ParallelStyle]:
-    """Of every module that a block can have."""
+def _block_styles(layout: Placement, sequence: bool) -> dict[str, ParallelStyle]:
+    """Return the styles of all modules that a block can have."""
     styles: dict[str, ParallelStyle] = {
         "attention_norm": norm_style(sequence),
         "attention": PrepareModuleInput(

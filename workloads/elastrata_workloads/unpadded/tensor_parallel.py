@@ -1,4 +1,4 @@
-"""An embedding whose table is divided, by rows, over ranks that compute a sample together.
+"""Tensor parallelism: a sharded embedding, and the parallel styles of all modules.
 
 Letters: T tokens of the micro-batch, V rows of the table, R rows of one rank, V / number of ranks,
 E hidden size.
@@ -35,23 +35,26 @@ from elastrata_workloads.unpadded.batch import UnpaddedBatch
 from elastrata_workloads.unpadded.dropout import HiddenDropout
 
 _ROWS = 0
-"""The dim of the table that is divided."""
+"""The sharded dimension of the table."""
 
 
+# torch's `RowwiseParallel` computes the gradient of the whole table on every rank; this style
+# computes only the gradient of the rank's rows.
 class DividedEmbedding(ParallelStyle):
-    """Divides the rows of an `nn.Embedding`, of which every rank must get equally many.
+    """Shards the rows of an `nn.Embedding` equally over all ranks.
 
     As in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3): each rank looks up the ids
-    whose rows it has, and one all-reduce puts the hidden states together. Its part of the table's
-    gradient is all that a rank computes: torch's `RowwiseParallel` makes that of the whole table
-    on every rank. Ids and hidden states are plain tensors, whole on every rank.
+    of its rows, and one all-reduce sums the hidden states. Ids and hidden states are plain tensors,
+    replicated on every rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Embedding):
             raise TypeError(f"expected an Embedding, got {type(module).__name__}")
         divided = distribute_module(module, device_mesh, self._divided)
-        vars(divided)["forward"] = partial(_looked_up, divided)
+        # Set on the instance: the module stays an `nn.Embedding`, which optimizers and exports
+        # recognise.
+        vars(divided)["forward"] = partial(_look_up, divided)
         return divided
 
     def _divided(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -60,8 +63,8 @@ class DividedEmbedding(ParallelStyle):
             setattr(module, name, nn.Parameter(rows, requires_grad=table.requires_grad))
 
 
-def _looked_up(module: nn.Module, ids: Tensor) -> Tensor:
-    """Hidden states of shape [T, E] from ids of shape [T]. Collective over the ranks."""
+def _look_up(module: nn.Module, ids: Tensor) -> Tensor:
+    """Map ids of shape [T] to hidden states of shape [T, E]. Collective over the ranks."""
     table: Any = module.weight
     if not isinstance(table, DTensor):
         raise TypeError(f"expected a divided table, got {type(table).__name__}")
@@ -72,11 +75,13 @@ def _looked_up(module: nn.Module, ids: Tensor) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a table of which this rank has some, and others the others."""
+    """Lookup in a table whose rows are sharded over ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ids: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Shape [T, E], the same on every rank."""
+        """Return hidden states of shape [T, E], the same on every rank."""
+        # Ids of other ranks look up row 0 and are zeroed, so that shapes are the same on every
+        # rank.
         is_elsewhere = (ids < 0) | (ids >= rows.shape[_ROWS])
         ids = ids.masked_fill(is_elsewhere, 0)
         hidden = F.embedding(ids, rows).masked_fill_(is_elsewhere[..., None], 0.0)
@@ -87,7 +92,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """This rank's rows have the gradients of the tokens that were looked up in them."""
+        """Return the gradient of this rank's rows."""
         ids, is_elsewhere = ctx.saved_tensors
         of_own = gradients[0].masked_fill(is_elsewhere[..., None], 0.0)
         never = -1  # no id is left out, as that of padding would be
@@ -96,8 +101,7 @@ class _Lookup(torch.autograd.Function):
 
 
 _TOKENS, _HEADS, _VOCABULARY = 0, 1, 1
-"""The dim of hidden states that counts tokens, that of queries and keys that counts heads, and that
-of logits that counts ids."""
+"""Dimensions: tokens in hidden states, heads in queries and keys, ids in logits."""
 
 
 def divide(
@@ -108,112 +112,124 @@ def divide(
     *,
     sequence: bool,
 ) -> None:
-    """Divides a model's parameters, and with `sequence` the tokens between, over one mesh axis.
+    """Shard a model's parameters over one mesh axis, and with `sequence` also the tokens.
 
     Args:
         model: plain, with the same weights on every rank; called with an `UnpaddedBatch`.
-        blocks: its blocks.
-        mesh: of one axis.
-        plan: the style of every module that has parameters or needs its inputs elsewhere.
-        sequence: whether the plan divides tokens: batches are then filled up to a multiple.
+        blocks: the model's blocks.
+        mesh: a mesh of one axis.
+        plan: the style of every module that has parameters or needs its inputs redistributed.
+        sequence: whether the plan shards tokens; batches are then filled up to a multiple of the
+            mesh size.
     """
+    # `src_data_rank=None`: all ranks already have the same weights, so nothing is broadcast.
     parallelize_module(model, mesh, dict(plan), src_data_rank=None)
     if sequence:
-        model.register_forward_pre_hook(lambda _, inputs: _filled(inputs, mesh.size()))
+        # Every rank must get the same number of tokens.
+        model.register_forward_pre_hook(lambda _, inputs: _fill_batch(inputs, mesh.size()))
     for module in (*blocks, model):
-        module.register_forward_hook(lambda _, inputs, output: _of_its_own(output))
+        module.register_forward_hook(lambda _, inputs, output: _without_views(output))
 
 
 def hidden_layout(sequence: bool) -> Placement:
-    """How hidden states lie between the modules of a block."""
+    """Return the placement of hidden states between the modules of a block."""
     return Shard(_TOKENS) if sequence else Replicate()
 
 
 def norm_style(sequence: bool) -> ParallelStyle:
-    """The style of a norm inside a block."""
+    """Return the style of a norm inside a block."""
     if sequence:
         return SequenceParallel(sequence_dim=_TOKENS, use_local_output=True)
     return Replicated()
 
 
 def heads_norm_style() -> ParallelStyle:
-    """The style of a norm of every head on its own: each rank has some of the heads, shape
-    [T, H, D], and the gradient of the weight is the sum over all."""
+    """Return the style of a per-head norm, on inputs of shape [T, H, D].
+
+    Each rank has some of the heads; the weight's gradient is the sum over all ranks.
+    """
     return SequenceParallel(sequence_dim=_HEADS, use_local_output=True)
 
 
 def embedding_style(num_rows: int, size: int) -> ParallelStyle:
-    """The style of the table of the vocabulary: divided where `size` ranks get equally many rows,
-    else whole on each of them."""
+    """Return the style of the vocabulary table.
+
+    The table is sharded if its rows divide evenly over `size` ranks, else replicated.
+    """
+    # Uneven shards are unsupported; see the recipe key `embedding_multiple`.
     if num_rows % size:
         return Replicated()
     return DividedEmbedding()
 
 
 def tied_head_style(num_rows: int, size: int) -> ParallelStyle:
-    """The style of a head that gets the table of the vocabulary: divided as that is."""
+    """Return the style of a tied head: sharded if the vocabulary table is."""
     return Replicated() if num_rows % size else LogitsInParts()
 
 
 def head_style(num_rows: int, size: int) -> ParallelStyle:
-    """The style of a head with a table of its own, a matrix of that many rows."""
+    """Return the style of an untied head, a matrix of `num_rows` rows."""
     if num_rows % size:
         return Replicated()
     return ColwiseParallel(output_layouts=Shard(_VOCABULARY), use_local_output=False)
 
 
 def between(source: Placement, target: Placement) -> ParallelStyle:
-    """Moves a module's output from one layout to another."""
+    """Return a style that moves a module's output from one placement to another."""
     return PrepareModuleOutput(output_layouts=source, desired_output_layouts=target)
 
 
 class Replicated(ParallelStyle):
-    """Computes the same on every rank: parameters whole, inputs and output whole and plain.
+    """Computes the same on every rank: parameters, inputs and output are replicated.
 
-    The parameters become DTensors all the same, so that a gradient's norm and an optimizer see one
-    kind of them. Where a parameter that comes as an input is divided, so is the computation.
+    Parameters become DTensors all the same, so that gradient norms and optimizers see one kind of
+    parameter. If an input is a sharded DTensor, the computation is sharded, too.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # torch declares that hooks return nothing; what they return is passed on.
-        hooks: tuple[Any, Any] = (_all_replicated, _whole)
+        # torch types hooks as returning None, but uses their return values.
+        hooks: tuple[Any, Any] = (_replicate_inputs, _gather_output)
         return distribute_module(module, device_mesh, _replicate, *hooks)
 
 
 class LogitsInParts(Replicated):
-    """A head with a table of the vocabulary that is divided: so stays the output, logits of
-    shape [P, V], each rank's for its part of V. See `logits.py`."""
+    """A head with a sharded vocabulary table. Its logits of shape [P, V] stay sharded over V.
+
+    See `loss.py` for the loss of such logits.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        hooks: tuple[Any, Any] = (_all_replicated, _in_parts)
+        hooks: tuple[Any, Any] = (_replicate_inputs, _shard_output)
         return distribute_module(module, device_mesh, _replicate, *hooks)
 
 
 class OwnKeys(ParallelStyle):
-    """A dropout on the rank's own tokens takes their keys out of all tokens'."""
+    """Gives a dropout on the rank's shard of the tokens the dropout keys of that shard."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, HiddenDropout):
             raise TypeError(f"expected a HiddenDropout, got {type(module).__name__}")
         rank, size = device_mesh.get_local_rank(), device_mesh.size()
 
-        def own(_: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+        def select_own_keys(
+            _: nn.Module, inputs: tuple[Tensor, Tensor | None]
+        ) -> tuple[Tensor, Tensor | None]:
             hidden, keys = inputs
             return hidden, None if keys is None else keys.chunk(size)[rank]
 
-        module.register_forward_pre_hook(own)
+        module.register_forward_pre_hook(select_own_keys)
         return module
 
 
-def _filled(inputs: tuple[Any, ...], multiple: int) -> tuple[Any, ...]:
+def _fill_batch(inputs: tuple[Any, ...], multiple: int) -> tuple[Any, ...]:
     batch, *others = inputs
     if not isinstance(batch, UnpaddedBatch):
         raise TypeError(f"expected an UnpaddedBatch, got {type(batch).__name__}")
     return batch.filled(multiple), *others
 
 
-class _Handed(torch.autograd.Function):
-    """Its input, uncopied, as a tensor that is no view."""
+class _NotAView(torch.autograd.Function):
+    """Identity without a copy, whose output is not a view."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -224,21 +240,23 @@ class _Handed(torch.autograd.Function):
         return gradients[0]
 
 
-def _of_its_own(output: Any) -> Any:
-    """DTensors hand out views, and FSDP2 warns of modules that return some."""
+def _without_views(output: Any) -> Any:
+    """Return the output as tensors that are not views."""
+    # `DTensor.to_local` returns views, and FSDP2 warns about modules that return views.
     if isinstance(output, tuple):
-        return tuple(map(_of_its_own, output))
+        return tuple(map(_without_views, output))
     is_plain = isinstance(output, Tensor) and not isinstance(output, DTensor)
-    return _Handed.apply(output) if is_plain else output  # type: ignore[no-untyped-call]
+    return _NotAView.apply(output) if is_plain else output  # type: ignore[no-untyped-call]
 
 
 def _replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
+        # `run_check=False` skips a broadcast: the weights are the same on every rank.
         whole = DTensor.from_local(parameter.data, mesh, [Replicate()], run_check=False)
         setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
-def _all_replicated(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+def _replicate_inputs(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
     return tuple(
         DTensor.from_local(value, mesh, [Replicate()], run_check=False)
         if isinstance(value, Tensor) and not isinstance(value, DTensor)
@@ -247,9 +265,9 @@ def _all_replicated(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> 
     )
 
 
-def _whole(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+def _gather_output(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
     return output.redistribute(mesh, [Replicate()]).to_local()
 
 
-def _in_parts(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+def _shard_output(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
     return output.redistribute(mesh, [Shard(_VOCABULARY)])

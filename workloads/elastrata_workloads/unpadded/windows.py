@@ -1,8 +1,8 @@
-"""Attention without a mask on samples laid end to end: within windows, and run by run.
+"""Attention without padding on concatenated samples: within windows, and run by run.
 
 N samples of L tokens; T: tokens of the micro-batch; G: segments; H: heads; K: heads of key and
-value, a divisor of H; D: size of a head; W: tokens to each side; B: queries of a block; S: the keys
-that a block can see, B + 2 W; C: blocks of a sample.
+value, a divisor of H; D: size of a head; W: window, tokens to each side; B: queries of a block; S:
+keys that a block can attend to, B + 2 W; C: blocks of a sample.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Up to this length a masked full attention costs no more than blocks.
 _FULL_UP_TO = 6
-"""Times W: shorter samples attend to all, with a mask, at no higher cost than in blocks."""
+"""Multiple of W up to which samples use full attention with a mask."""
 
 
 def sees_all(length: int, window: int | None) -> bool:
-    """Whether no token of a sample is out of another one's window."""
+    """Return whether every token of a sample is within the window of every other one."""
     return window is None or length <= window + 1
 
 
 def within(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-    """Scaled dot-product attention of every token to those at most `window` apart.
+    """Return scaled dot-product attention of every token to tokens at most `window` apart.
 
-    Long samples are cut into blocks of queries, each with the keys in reach of it, as Longformer's
-    are (Beltagy et al. 2020, arXiv 2004.05150, section 3.1): the work is linear in L.
+    Long samples are split into blocks of queries, each with the keys in its reach, as Longformer
+    does (Beltagy et al. 2020, arXiv 2004.05150, section 3.1): the cost is linear in L.
 
     Args:
-        query: shape [N, H, L, D]; so are key and value.
-        key: see query.
-        value: see query.
+        query: shape [N, H, L, D].
+        key: shape [N, H, L, D].
+        value: shape [N, H, L, D].
         window: W.
 
     Returns:
@@ -52,50 +53,51 @@ def within(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks that samples are cut into; one with all tokens where samples are short."""
+    """The blocks that samples are split into; short samples form a single block."""
 
     length: int
     window: int
 
     @property
     def is_one(self) -> bool:
-        """Whether samples are not cut."""
+        """Whether samples stay whole."""
         return self.length <= _FULL_UP_TO * self.window
 
     @property
     def count(self) -> int:
-        """C."""
+        """Number of blocks per sample, C."""
         return -(-self.length // self.window)
 
     def of_queries(self, tokens: Tensor) -> Tensor:
-        """Shape [N, H, L, ...] to [N H, C, B, ...], filled up with zeros."""
+        """Map shape [N, H, L, ...] to [N H, C, B, ...], padded with zeros."""
         if self.is_one:
             return tokens
-        filled = F.pad(tokens, (*_nothing(tokens), 0, self._missing))
+        padded = F.pad(tokens, (*_no_padding(tokens), 0, self._missing))
         samples, heads = tokens.shape[:2]
         shape = (samples * heads, self.count, self.window, *tokens.shape[3:])
-        return filled.reshape(shape)
+        return padded.reshape(shape)
 
     def of_keys(self, tokens: Tensor) -> Tensor:
-        """Shape [N, H, L, D] to [N H, C, S, D], which overlap in memory."""
+        """Map shape [N, H, L, D] to [N H, C, S, D], a view with overlapping blocks."""
         if self.is_one:
             return tokens
         sides = (self.window, self.window + self._missing)
-        filled = F.pad(tokens, (0, 0, *sides)).flatten(0, 1)
-        return filled.unfold(1, 3 * self.window, self.window).transpose(2, 3)
+        padded = F.pad(tokens, (0, 0, *sides)).flatten(0, 1)
+        return padded.unfold(1, 3 * self.window, self.window).transpose(2, 3)
 
     def whole(self, blocks: Tensor, samples: torch.Size) -> Tensor:
-        """The inverse of `of_queries`, for samples and heads [N, H]."""
+        """Invert `of_queries`, for samples and heads [N, H]."""
         if self.is_one:
             return blocks
         tokens = blocks.flatten(1, 2)[:, : self.length]
         return tokens.reshape(*samples, *tokens.shape[1:])
 
     def added_up(self, blocks: Tensor, samples: torch.Size) -> Tensor:
-        """Shape [N H, C, S, D] to [N, H, L, D]: for every key the sum over the blocks that have
+        """Map shape [N H, C, S, D] to [N, H, L, D]: sum every key over the blocks that contain
         it."""
         if self.is_one:
             return blocks
+        # Each block's keys span three windows: neighbouring blocks overlap in two of them.
         places = blocks.new_zeros(blocks.shape[0], self.count + 2, self.window, blocks.shape[-1])
         for number, part in enumerate(blocks.chunk(3, dim=2)):
             places[:, number : number + self.count] += part
@@ -103,7 +105,7 @@ class Blocks:
         return tokens.reshape(*samples, *tokens.shape[1:])
 
     def mask(self, like: Tensor) -> Tensor:
-        """What is added to the scores, 0 or -inf: shape [L, L] or [C, B, S]."""
+        """Return the mask added to the scores, 0 or -inf: shape [L, L] or [C, B, S]."""
         width = self.length if self.is_one else self.window
         first = 0 if self.is_one else -self.window
         span = self.length if self.is_one else 3 * self.window
@@ -121,8 +123,8 @@ class Blocks:
         return self.count * self.window - self.length
 
 
-def _nothing(tokens: Tensor) -> tuple[int, ...]:
-    """No padding, for every dim behind the tokens'."""
+def _no_padding(tokens: Tensor) -> tuple[int, ...]:
+    """Return zero padding for every dimension after the tokens."""
     return (0, 0) * (tokens.ndim - 3)
 
 
@@ -137,61 +139,66 @@ def by_runs(
     causal: bool,
     window: int | None = None,
 ) -> Tensor:
-    """One dense attention call per run of equally long neighbours; rows come sorted by length.
+    """Call dense attention once per run of neighbouring segments of equal length.
 
-    Padding neighbours of nearly equal length to share a call is slower: on a CPU one call a run was
-    4.7 times as fast as padded rows.
+    Rows are sorted by length, so runs are long.
 
     Args:
         query: shape [T, H, D].
-        key: shape [T, K, D]; so is value.
-        value: see key.
-        lengths: of the G segments.
-        causal: whether a token attends to itself and those before it only.
-        window: tokens to each side that it attends to at most, where it is not causal and there are
-            as many heads of each; None: all.
+        key: shape [T, K, D].
+        value: shape [T, K, D].
+        lengths: lengths of the G segments.
+        causal: whether a token attends only to itself and to earlier tokens.
+        window: maximum distance of attended tokens, to each side; None: no limit. Requires
+            `causal=False` and K = H.
 
     Returns:
         Shape [T, H, D].
     """
+    # Padding segments of nearly equal length into one call is slower: on a CPU, one call per run
+    # was 4.7 times as fast as padded rows.
     grouped = query.shape[1] != key.shape[1]
 
-    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if window is None or sees_all(q.shape[2], window):
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
         return within(q, k, v, window)
 
-    return _end_to_end([attended(*run) for run in _runs(lengths, query, key, value)])
+    return _concatenate_runs([attend(*run) for run in _split_runs(lengths, query, key, value)])
 
 
+# Without a custom operator the graph would break here, or be recompiled for every list of lengths.
 @torch.library.custom_op("elastrata::attention_by_runs", mutates_args=(), device_types="cpu")
 def compiled_by_runs(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """`by_runs` as one node of a compiled graph, which would else break there, or be made anew for
-    every list of lengths. On CPUs; key and value have as many heads as query.
+    """Call `by_runs` as a single node of a compiled graph, on a CPU.
+
+    Key and value have as many heads as query.
 
     Returns:
-        Shape [T, H, D]; and what the backward pass needs beside it, shape [T, H].
+        The result, shape [T, H, D], and log-sum-exps for the backward pass, shape [T, H].
     """
-    found = [
+    results = [
         _forward(*qkv, causal=causal, window=window)
-        for qkv in _runs(offsets.diff().tolist(), query, key, value)
+        for qkv in _split_runs(offsets.diff().tolist(), query, key, value)
     ]
-    return _end_to_end([out for out, _ in found]), _end_to_end([sums for _, sums in found])
+    return _concatenate_runs([out for out, _ in results]), _concatenate_runs(
+        [sums for _, sums in results]
+    )
 
 
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The result of a run, and the logarithms of its sums."""
+    """Return the attention of one run, and the log-sum-exps of its scores."""
     kernel = _CPU._scaled_dot_product_flash_attention_for_cpu
     if window is None or sees_all(query.shape[2], window):
         out, sums = kernel(query, key, value, is_causal=causal)
         return out, sums
     blocks, samples = Blocks(query.shape[2], window), query.shape[:2]
     parts = (blocks.of_queries(query), blocks.of_keys(key), blocks.of_keys(value))
-    out, sums = kernel(*parts, attn_mask=_four_dims(blocks.mask(query)))
+    out, sums = kernel(*parts, attn_mask=_as_four_dims(blocks.mask(query)))
     return blocks.whole(out, samples), blocks.whole(sums, samples)
 
 
@@ -209,11 +216,13 @@ def _compiled_backward(
     causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = [
+    gradients = [
         _gradients(*run, causal=causal, window=window)
-        for run in _runs(offsets.diff().tolist(), gradient, query, key, value, out, sums)
+        for run in _split_runs(offsets.diff().tolist(), gradient, query, key, value, out, sums)
     ]
-    of_query, of_key, of_value = (_end_to_end(list(parts)) for parts in zip(*found, strict=True))
+    of_query, of_key, of_value = (
+        _concatenate_runs(list(parts)) for parts in zip(*gradients, strict=True)
+    )
     return of_query, of_key, of_value
 
 
@@ -228,7 +237,7 @@ def _gradients(
     causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value of a run."""
+    """Return the gradients of query, key and value of one run."""
     kernel = _CPU._scaled_dot_product_flash_attention_for_cpu_backward
     if window is None or sees_all(query.shape[2], window):
         of_query, of_key, of_value = kernel(gradient, query, key, value, out, sums, 0.0, causal)
@@ -243,28 +252,30 @@ def _gradients(
         blocks.of_queries(sums),
         0.0,
         False,
-        attn_mask=_four_dims(blocks.mask(query)),
+        attn_mask=_as_four_dims(blocks.mask(query)),
     )
-    whole = blocks.whole(of_query, samples)
-    return whole, blocks.added_up(of_key, samples), blocks.added_up(of_value, samples)
+    query_gradient = blocks.whole(of_query, samples)
+    return query_gradient, blocks.added_up(of_key, samples), blocks.added_up(of_value, samples)
 
 
-def _four_dims(mask: Tensor) -> Tensor:
-    """As the kernel itself wants them; `scaled_dot_product_attention` adds them."""
+def _as_four_dims(mask: Tensor) -> Tensor:
+    """Return the mask with four dimensions, as the kernel requires."""
     return mask[(None,) * (4 - mask.ndim)]
 
 
-def _runs(lengths: Sequence[int], *tensors: Tensor) -> Iterator[list[Tensor]]:
-    """The parts of tensors of shape [T, H, ...] that belong to each run of N segments of L tokens:
-    shape [N, H, L, ...]."""
+def _split_runs(lengths: Sequence[int], *tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Yield each tensor's part of every run of N segments of L tokens.
+
+    Tensors have shape [T, H, ...], parts [N, H, L, ...].
+    """
     runs = [(len(list(run)), length) for length, run in groupby(lengths)]
     sizes = [count * length for count, length in runs]
     for run, *parts in zip(runs, *(torch.split(x, sizes) for x in tensors), strict=True):
         yield [part.unflatten(0, run).transpose(1, 2) for part in parts]
 
 
-def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
-    """The inverse of `_runs`, of one tensor."""
+def _concatenate_runs(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate the parts of one tensor: the inverse of `_runs`."""
     return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
 
 
@@ -282,7 +293,7 @@ def _(
     return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *qkv, offsets, ctx.causal, ctx.window = inputs
     ctx.save_for_backward(*qkv, *output, offsets)
     ctx.mark_non_differentiable(output[1])
@@ -293,4 +304,4 @@ def _backward(ctx: Any, gradient: Tensor, _: object) -> tuple[Tensor | None, ...
     return *gradients, None, None, None
 
 
-compiled_by_runs.register_autograd(_backward, setup_context=_keep)
+compiled_by_runs.register_autograd(_backward, setup_context=_save_for_backward)

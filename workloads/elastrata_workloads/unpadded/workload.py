@@ -1,4 +1,4 @@
-"""The base of the workloads that run on samples laid end to end, and the bounds of their keys."""
+"""Base class of the workloads on concatenated samples, and the bounds of their keys."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 Layers = Annotated[int, Field(gt=0, le=10_000)]
 """Number of blocks."""
 Width = Annotated[int, Field(gt=0, le=2**24)]
-"""Numbers for each token."""
+"""Number of features per token."""
 Heads = Annotated[int, Field(gt=0, le=2**16)]
-"""Heads of a block."""
+"""Number of heads per block."""
 Small = Annotated[float, Field(gt=0, le=1e3)]
-"""A small number, such as one added to variances, or the deviation of first weights."""
+"""A small number, such as one added to variances, or a standard deviation of initial weights."""
 _MOST_WEIGHTS = 10**15
 
 
 def check_divides(name: str, value: int, of: str, total: int) -> None:
-    """Refuses a size that does not divide another one.
+    """Check that a size divides another one.
 
     Raises:
-        ValueError: names both and the nearest that does.
+        ValueError: it does not; the message suggests the nearest divisor.
     """
     if total % value:
         closest = min(_divisors(total), key=lambda n: abs(n - value))
@@ -50,10 +50,10 @@ def check_divides(name: str, value: int, of: str, total: int) -> None:
 
 
 def check_head_is_even(hidden_size: int, num_heads: int) -> None:
-    """Refuses heads whose features cannot be turned in pairs.
+    """Check that heads have an even number of features, which rotary positions need.
 
     Raises:
-        ValueError: names the sizes.
+        ValueError: they have an odd number.
     """
     if (hidden_size // num_heads) % 2:
         raise ValueError(
@@ -63,7 +63,7 @@ def check_head_is_even(hidden_size: int, num_heads: int) -> None:
 
 
 def check_weights(num_layers: int, hidden_size: int, intermediate_size: int | None) -> None:
-    """Refuses a model that no cluster there is could hold.
+    """Check that the model is small enough for any existing cluster.
 
     Raises:
         ValueError: its blocks have more than 10^15 weights.
@@ -78,13 +78,13 @@ def check_weights(num_layers: int, hidden_size: int, intermediate_size: int | No
 
 
 def _divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """Return all divisors of a number, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterpart):
-    """A transformer on samples laid end to end, whose model is a `Stack`."""
+    """A transformer on concatenated samples, whose model is a `Stack`."""
 
     hidden_size: Width = 768
     """Width of the residual stream."""
@@ -115,7 +115,7 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
     @property
     @abstractmethod
     def longest(self) -> int:
-        """Tokens of the longest sample that its models can take."""
+        """Number of tokens of the longest sample that the model accepts."""
 
     @property
     def inner_size(self) -> int:
@@ -129,11 +129,11 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
         return {**values, "intermediate_size": self.inner_size}
 
     def num_rows(self, num_ids: int) -> int:
-        """Rows of the embedding table for so many ids."""
+        """Return the number of embedding rows for `num_ids` ids."""
         return num_ids + -num_ids % self.embedding_multiple
 
     def too_long(self, manifest: Manifest) -> list[str]:
-        """A line where a data set has samples that its models cannot take."""
+        """Return one line if a data set has samples that are too long for the model."""
         if manifest.seq_len <= self.longest:
             return []
         return [
@@ -143,17 +143,17 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
 
     @override
     def substitutions(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
-        """A line where `attention` asks for a kernel that is not there."""
+        """Return one line if `attention` requests a kernel that is unavailable."""
         return substitution(self.attention, capabilities, dtype)
 
     @override
     def interrupts_graphs(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> bool:
-        """Whether attention does: where it is dense, on a GPU."""
+        """Return whether attention breaks compiled graphs: if it is dense, on a GPU."""
         return interrupts_graphs(self.attention, capabilities.capability, dtype)
 
     @override
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The transformer blocks, first to last."""
+        """Return the transformer blocks, first to last."""
         # Imported here, as below: it brings torch's compiler along, a second that drivers can do
         # without.
         from elastrata_workloads.unpadded import stack
@@ -162,7 +162,7 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
 
     @override
     def tensor_problems(self, size: int) -> list[str]:
-        """A line if some of its sizes are no multiples of `parallel.tensor`."""
+        """Return one line if some sizes are not multiples of `parallel.tensor`."""
         sizes = self.divided_sizes()
         if all(total % size == 0 for total in sizes.values()):
             return []
@@ -175,13 +175,15 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
         ]
 
     def divided_sizes(self) -> dict[str, int]:
-        """Those that tensor parallelism divides, by key."""
+        """Return the sizes that tensor parallelism divides, by key."""
         return {"num_heads": self.num_heads, "intermediate_size": self.inner_size}
 
     @override
     def tensor_parallel(self, model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-        """Divides heads, feed-forwards, and the vocabulary where it has equally many rows for
-        every rank (`embedding_multiple`)."""
+        """Shard heads, feed-forwards and, if its rows divide evenly, the vocabulary.
+
+        `embedding_multiple` can make the rows divide evenly.
+        """
         from elastrata_workloads.unpadded import stack
         from elastrata_workloads.unpadded.stack import plan
         from elastrata_workloads.unpadded.tensor_parallel import divide
@@ -191,7 +193,7 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
 
     @override
     def stage_problems(self, num_stages: int) -> list[str]:
-        """A line if there are fewer blocks than stages."""
+        """Return one line if the model has fewer blocks than stages."""
         if num_stages <= self.num_layers:
             return []
         return [
@@ -201,25 +203,27 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
 
     @override
     def stage(self, model: nn.Module, blocks: Sequence[int]) -> nn.Module:
-        """The part of a model with these blocks. A tied head brings the embeddings' table along,
-        under the same name."""
+        """Return the part of a model with these blocks.
+
+        If the head is tied, the last stage also has the embedding table, under the same name.
+        """
         from elastrata_workloads.unpadded import stack
 
         return stack.StackStage(stack.whole(model), blocks)
 
     @override
     def equally_long(self, batches: Sequence[Batch], multiple: int) -> list[Batch]:
-        """Fills micro-batches up with tokens that predict nothing."""
+        """Fill micro-batches up to equal length with tokens that predict nothing."""
         return equally_long(batches, multiple)
 
     @override
     def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
-        """Positions and hidden size."""
+        """Return the shape of hidden states: positions and hidden size."""
         return batch.num_positions, self.hidden_size
 
     @override
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """The sum over predictions; with `z_loss` its sum, too, `z`."""
+        """Return the sum over predictions, and the term `z` if `z_loss` is set."""
         from elastrata_workloads.unpadded.loss import prediction_loss
 
         if not isinstance(batch, UnpaddedBatch):
@@ -228,6 +232,6 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
 
     @override
     def metrics(self) -> list[str]:
-        """Loss and accuracy of the predictions, and z-loss where there is one."""
+        """Return the names of loss and accuracy, and of z-loss if `z_loss` is set."""
         predictions = [f"{self.predicts}_loss", f"{self.predicts}_accuracy"]
         return [*predictions, *(["z_loss"] if self.z_loss else [])]

@@ -1,4 +1,4 @@
-"""A language model of LSTMs, as a workload for Elastrata."""
+"""A language model of LSTMs, as an example workload for Elastrata."""
 
 from elastrata_lstm.workload import Lstm
 

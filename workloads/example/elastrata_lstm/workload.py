@@ -1,4 +1,4 @@
-"""The workload: what Elastrata needs to know of a language model of LSTMs."""
+"""The workload: Elastrata's interface to a language model of LSTMs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class LstmBatch(Batch):
     ids: Tensor
     """Shape [N, L], int64."""
     targets: Tensor
-    """Shape [N (L - 1)]: the next id, or -100 where there is none to predict."""
+    """Shape [N (L - 1)]: the next id, or -100 for padding, which cross-entropy ignores."""
 
 
 class LstmModel(nn.Module):
-    """Token embedding, LSTMs, head."""
+    """A language model: token embedding, LSTMs and head."""
 
     def __init__(self, num_ids: int, size: int, depth: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class LstmModel(nn.Module):
         self.head = nn.Linear(size, num_ids)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of shape [N, L, V] for ids of shape [N, L]."""
+        """Return logits of shape [N, L, V] for ids of shape [N, L]."""
         hidden = self.embedding(ids)
         for layer in self.layers:
             hidden = hidden + layer(hidden)[0]
@@ -55,15 +55,15 @@ class Lstm(Workload):
     """Number of LSTMs."""
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> LstmModel:
-        """A plain model on the current device."""
+        """Return a plain model on the current device."""
         return LstmModel(vocabulary.size, self.hidden_size, self.num_layers)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The units of sharding."""
+        """Return the units of sharding."""
         return list(model.get_submodule("layers").children())
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> LstmBatch:
-        """A micro-batch, maybe of no samples."""
+        """Return a micro-batch, which may have no samples."""
         batch = padded(rows, vocabulary.pad_id)
         ids, is_predicted = batch.tokens, batch.is_real[:, 1:]
         targets = ids[:, 1:].where(is_predicted, -100).flatten()
@@ -71,15 +71,16 @@ class Lstm(Workload):
         return LstmBatch(weights=weights, num_positions=ids.numel(), ids=ids, targets=targets)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Sums over the predictions, never means: the engine divides once."""
+        """Return sums over the predictions."""
         assert isinstance(batch, LstmBatch)
         logits = model(batch.ids)[:, :-1].float().flatten(0, 1)
         total = nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
         right = (logits.argmax(-1) == batch.targets).sum()
+        # Sums, not means: the engine divides once, by the whole batch's number of predictions.
         return Loss({"lm": total}, {"lm_accuracy": Metric(right, per="lm")})
 
     def metrics(self) -> Sequence[str]:
-        """Names of what `loss` tells."""
+        """Return the names of the metrics in `loss`."""
         return ["lm_loss", "lm_accuracy"]
 
     def export(
@@ -91,7 +92,8 @@ class Lstm(Workload):
         path: Path,
         form: WeightForm = AS_TRAINED,
     ) -> None:
-        """Writes weights, sizes and tokenizer; transformers has no such model."""
+        """Write weights, sizes and tokenizer."""
+        # transformers has no such model, so this is a format for our use only.
         path.mkdir(parents=True, exist_ok=True)
         if tokenizer is not None:
             shutil.copytree(tokenizer, path, dirs_exist_ok=True)
