@@ -30,7 +30,9 @@ from elastrata.checkpoints.state import restore, training_state
 from elastrata_pipelines.storage import Storage
 
 WORLD_SIZE = 2
+# 17 million parameters: with AdamW's two moments about 200 MB.
 WIDTH, BLOCKS = 1024, 16
+# Small matrices, so that the end of a save is noticed early.
 WORK = 256
 
 

@@ -66,11 +66,13 @@ WAYS = {
     "reduced": {"method": "bucketwise", "scope": "reduced"},
     "local": {"method": "bucketwise", "scope": "local"},
 }
+# Short turns, so that all methods see the same load of the machine.
 WARM_UP_STEPS, STEPS_PER_TURN, LAST_STEPS, CURVE_POINTS = 5, 10, 50, 50
 PROFILED_STEPS, REFERENCE = 5, "global_norm"
 COLORS = {"none": "tab:gray", REFERENCE: "tab:blue", "reduced": "tab:orange", "local": "tab:red"}
 AFTER = "clip.after_backward"
 """Name in profiles of the work that remains after the backward pass."""
+# Prefix of the profiler's events for nodes of the backward pass.
 NODE = "autograd::engine::evaluate_function"
 EVENTS = {
     "c10d::_reduce_scatter_base_": "reduce_scatter",

@@ -78,7 +78,7 @@ class Bench:
     def run(self, action: str, loader: Loader) -> dict[str, Any]:
         """Run data_loaders.py in a new process and return its output."""
         name, variant = loader
-        # The rivals' packages conflict with ours, so they have another environment.
+        # The rivals are installed in another environment.
         python = sys.executable if name in ("elastrata", "memmap") else str(self.rivals)
         script = Path(__file__).with_name("data_loaders.py")
         result: dict[str, Any] | None = last_line(

@@ -125,6 +125,7 @@ def _global_every(types: list[str]) -> int:
     return places[1] - places[0] if len(places) > 1 else len(types)
 
 
+# Tables that may have rows without an id, see `embedding_multiple`; the export omits them.
 _ROWS_PER_ID = ("embeddings.tokens.weight", "head.bias")
 _SPECIAL = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 
