@@ -8,7 +8,7 @@ paragraphs and definitions of Python's library:
 - order: the reductions and clippings of one profiled step, in the order in which they start, in
   milliseconds since the start of the backward pass. FSDP2 waits for each gloo collective, so
   nothing overlaps on a CPU: this shows only that clipping runs within the backward pass, between
-  the reductions. Only several GPUs show that its time is hidden.
+  the reductions. A run on several GPUs shows whether its time is hidden.
 - seconds: a step with each clipping method; the methods take turns in every round.
 - clip_seconds: the profiled seconds per step in the clipping of buckets, and after the backward
   pass.
