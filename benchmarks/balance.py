@@ -33,6 +33,7 @@ from elastrata_pipelines.storage import Storage
 WORKERS = (3, 8, 64, 777, 1024)
 SAMPLES_EACH = (4, 8, 16)
 STEPS = 50
+# BERT-large's hidden size.
 HIDDEN = 1024
 WORK = WorkModel(linear=24 * HIDDEN**2, quadratic=4 * HIDDEN)
 TOKENS_PER_MICRO_BATCH = 8192

@@ -8,7 +8,7 @@ paragraphs and definitions of Python's library:
 - order: the reductions and clippings of one profiled step, in the order in which they start, in
   milliseconds since the start of the backward pass. FSDP2 waits for each gloo collective, so
   nothing overlaps on a CPU: this shows only that clipping runs within the backward pass, between
-  the reductions. Only several GPUs show that its time is hidden.
+  the reductions. A run on several GPUs shows whether its time is hidden.
 - seconds: a step with each clipping method; the methods take turns in every round.
 - clip_seconds: the profiled seconds per step in the clipping of buckets, and after the backward
   pass.
@@ -65,11 +65,13 @@ WAYS = {
     "reduced": {"method": "bucketwise", "scope": "reduced"},
     "local": {"method": "bucketwise", "scope": "local"},
 }
+# Short turns, so that all methods see the same load of the machine.
 WARM_UP_STEPS, STEPS_PER_TURN, LAST_STEPS, CURVE_POINTS = 5, 10, 50, 50
 PROFILED_STEPS, REFERENCE = 5, "global_norm"
 COLORS = {"none": "tab:gray", REFERENCE: "tab:blue", "reduced": "tab:orange", "local": "tab:red"}
 AFTER = "clip.after_backward"
 """Name in profiles of the work that remains after the backward pass."""
+# Prefix of the profiler's events for nodes of the backward pass.
 NODE = "autograd::engine::evaluate_function"
 EVENTS = {
     "c10d::_reduce_scatter_base_": "reduce_scatter",

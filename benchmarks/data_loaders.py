@@ -56,6 +56,7 @@ def collate(samples: Sequence[np.ndarray]) -> Batch:
 
 def collate_bytes(samples: Sequence[bytes]) -> Batch:
     """Return a batch of samples that are stored as raw bytes."""
+    # uint16: two bytes per token.
     lengths = np.fromiter(map(len, samples), np.int64, len(samples)) // 2
     return np.frombuffer(b"".join(samples), np.uint16), lengths
 
@@ -227,7 +228,9 @@ def _huggingface() -> Loader:
 
     def write(samples: Samples, folder: Path) -> None:
         column = pa.ListArray.from_arrays(
-            samples.offsets.astype(np.int32), pa.array(samples.tokens)
+            # Arrow's lists have 32-bit offsets: enough for two billion tokens.
+            samples.offsets.astype(np.int32),
+            pa.array(samples.tokens),
         )
         datasets.Dataset(pa.table({"tokens": column})).save_to_disk(str(folder))
 
@@ -418,6 +421,7 @@ LOADERS: Mapping[str, Callable[[], Loader]] = {
     "mosaicml_streaming": _mosaicml_streaming,
     "webdataset": _webdataset,
 }
+# Prefetched batches of the start must not count as speed.
 WARM_UP_SECONDS = 1.5
 SECONDS = 5.0
 

@@ -8,9 +8,10 @@ The corpus is WikiText and the .py files of this Python's standard library and s
 prepared with a BPE vocabulary of 8,192 into samples of up to 512 tokens at their natural lengths.
 Every loader gets the same samples in its format and must deliver all of them in an epoch: number of
 samples, number of tokens and a checksum are compared. Then the loaders are measured by turns, each
-in a new process; medians count. Measured are the tokens per second of batches of 32 concatenated
-samples, uint16, without padding, each token read once by the consumer; and the seconds from opening
-the data to the first batch, without imports and the start of Ray. All data is in the page cache.
+in a new process. The figures are medians: the tokens per second of batches of 32 concatenated
+samples (uint16, without padding, each token read once by the consumer), and the seconds from
+opening the data to the first batch, without imports and the start of Ray. All data is in the page
+cache.
 
 `--scratch DIR` keeps the corpus and its formats for the next call.
 """
@@ -78,7 +79,7 @@ class Bench:
     def run(self, action: str, loader: Loader) -> dict[str, Any]:
         """Run data_loaders.py in a new process and return its output."""
         name, variant = loader
-        # The rivals' packages conflict with ours, so they have another environment.
+        # The rivals are installed in another environment.
         python = sys.executable if name in ("elastrata", "memmap") else str(self.rivals)
         script = Path(__file__).with_name("data_loaders.py")
         result: dict[str, Any] | None = last_line(

@@ -33,6 +33,8 @@ from support.nodes import nodes
 SIZES = (1, 2, 3, 4)
 STEPS, CURVE_POINTS, LAST_STEPS = 300, 50, 50
 # 12 virtual ranks are divisible by 1, 2, 3 and 4 workers.
+# The fused AdamW rounds the last elements of a shard differently, so that results would depend on
+# the number of workers.
 OVERRIDES = {"plain": (), "exact": ("parallel.virtual_ranks=12", "optimizer.fused=false")}
 AUDITED = ("partition_ok", "steps", "equal", "first_difference", "max_relative_loss_difference")
 DISTURBED = "through faults"

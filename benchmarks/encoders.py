@@ -60,6 +60,7 @@ def changes(seed: int, scratch: Path) -> list[str]:
     evaluation = {"path": str(scratch / "data" / "held_out"), "every": EVERY, "samples": SAMPLES}
     return [
         f"data={json.dumps({'path': str(scratch / 'data')})}",
+        # The recipe's length is in tokens, this one in steps.
         "tokens=null",
         f"steps={STEPS}",
         "batch_size=32",

@@ -44,6 +44,7 @@ def overrides(data: str) -> list[str]:
         "schedule.warmup_steps=0",
         "workers.max=1",
         "workers.threads=1",
+        # Neither evaluations nor checkpoints within the run: the bare loop has none.
         "evaluation.every=100000",
         "checkpoint.every=100000",
     ]

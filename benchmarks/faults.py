@@ -32,6 +32,7 @@ from support.short_steps import CPUS, write_recipe
 SETTLED_STEPS = 60
 SETTLED_SECONDS = 12.0
 """Steps and seconds after which a group has settled."""
+# More than the trials need: the script interrupts the run after the last one.
 STEPS = 12_000
 COMPARED_STEPS = 600
 """Number of steps of the undisturbed run."""
@@ -91,6 +92,7 @@ UNNOTICED: dict[str, Injection] = {
     "store of hot copies stopped, 10 s allowed": stop_actor("ReplicaStore"),
 }
 """Faults that do not stop the group."""
+# Much longer than the 10 s after which a helper counts as hung.
 UNNOTICED_SECONDS = 60.0
 ALTERNATES = {"node killed": add_node, "node drained": add_node, "node added": drain_node}
 """Repair after each trial, not measured, so that the next trial starts with the same cluster."""

@@ -130,7 +130,7 @@ def settings(recipe: Recipe, tokens: int) -> dict[str, Any]:
     return {
         "seq_len": length,
         "batch_size": recipe.batch_size,
-        # Equal tokens, not equal steps: our samples are shorter than the Trainer's full blocks.
+        # Equal tokens, not equal steps: our samples may be shorter than the Trainer's full blocks.
         "steps": tokens // (recipe.batch_size * length),
         "every": recipe.evaluation.every,
         "warmup_steps": recipe.schedule.warmup_steps,

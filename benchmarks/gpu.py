@@ -49,6 +49,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SITE = ROOT / "build" / "gpu"
 """Folder for the packages that this machine lacks."""
+# Neither Ray nor MLflow: the cases run the engine's loop without a driver.
 NEEDED = {"numpy": "numpy", "fsspec": "fsspec", "pyarrow": "pyarrow", "yaml": "pyyaml"} | {
     name: name for name in ("pydantic", "tenacity")
 }
@@ -86,6 +87,7 @@ def _install(packages: Sequence[str], wheels: Path) -> None:
     # Machines with GPUs often have no network.
     wheel_options = ["--no-index", "--find-links", str(wheels)] if any(wheels.glob("*.whl")) else []
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    # Into a separate folder, which leaves the machine's Python unchanged.
     constraints = ["-c", str(ROOT / "constraints.txt"), "--upgrade", "--target", str(SITE)]
     if subprocess.run([*command, *wheel_options, *constraints, *packages]).returncode:
         explanation = (
@@ -164,6 +166,7 @@ def _check(name: str, function: str, seconds: float, **values: Any) -> Case:
 
 COMPILED, EAGER = "compile=true", "compile=false"
 NATURAL = "natural"
+# Correctness comes first: the speed of wrong results is meaningless.
 CHECKS = [
     Case(name="machine", function="gpu_cases:machine", seconds=240),
     _check("varlen attention beside dense", "attention_beside_dense", 120),
@@ -452,7 +455,7 @@ def append(results: Path, row: Row) -> None:
         file.seek(0, os.SEEK_END)
         file.write(json.dumps(row).encode() + b"\n")
         file.flush()
-        # Machines with GPUs are rented: a row must survive their sudden end.
+        # A row must survive a sudden end of the machine.
         os.fsync(file.fileno())
 
 

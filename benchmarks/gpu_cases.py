@@ -155,12 +155,14 @@ def tensors(divided: DividedModel, optimizer: torch.optim.Optimizer) -> Iterator
     for part in sorted(state):
         for name in sorted(state[part]):
             if isinstance(value := state[part][name], Tensor):
+                # `_local_tensor` is this rank's shard of a DTensor.
                 yield getattr(value, "_local_tensor", value).detach()
 
 
 CPU = torch.device("cpu")
 SMALL = ("workload.num_layers=4", "batch_size=8", "micro_batch_tokens=8192")
 """Overrides of `gpt/125m` for checks."""
+# Overrides without approximations, for comparisons in fp32.
 EXACT = ("precision=fp32", "compile=false", "workload.attention=dense", "optimizer.fused=false")
 HEADS = {"bert": (16, 16, False), "gpt": (12, 12, True), "llama": (16, 4, True)}
 """Query heads, key and value heads, and whether attention is causal."""
@@ -421,6 +423,7 @@ def _check_memory(plan: float) -> None:
     if current_device().type == "cuda":
         # Saves minutes of building and compiling a model that would run out of memory anyway.
         free, _ = torch.cuda.mem_get_info()
+        # Plans may be a few percent too high.
         if plan > 1.1 * free:
             raise torch.OutOfMemoryError(f"the plan has {plan:.4g} bytes, {free:.4g} are free")
 
@@ -429,7 +432,7 @@ def trace(*, model: str, overrides: Sequence[str], lengths: str, **options: Any)
     """Profile one step of two micro-batches: write a trace file and return the longest kernels."""
     case = Told(**options)
     recipe = case.recipe(model, overrides)
-    # Natural samples have about 256 tokens on average.
+    # Roughly the mean of natural lengths.
     mean = recipe.data.prepare.seq_len if lengths == "full" else 256
     size = max(2, 2 * recipe.micro_batch_tokens // mean)
     recipe = recipe.model_copy(update={"batch_size": size} if not case.is_tiny else {})

@@ -314,6 +314,7 @@ def check_model(recipe: Recipe, samples: Samples) -> dict[str, float]:
 
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+# Events on the host that launch those on the device; a correlation id connects both.
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _BACKWARD = "autograd::engine::evaluate_function"
 _PROFILED_AFTER = 3
@@ -343,7 +344,7 @@ class RangedClip:
 
 def profiled_clip(recipe: Recipe, lengths: str) -> dict[str, Any]:
     """Return the share of clipping that overlaps other work in one step."""
-    length = {"steps": 100, "epochs": None, "tokens": None}  # whatever the recipe's data would make
+    length = {"steps": 100, "epochs": None, "tokens": None}  # independent of the recipe's data
     recipe = recipe.model_copy(update=length)
     device, workload = current_device(), recipe.workload
     samples = bench_samples(recipe, lengths, steps=_PROFILED_AFTER + 1)
@@ -519,11 +520,13 @@ def products_of(
     device = current_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     weight = torch.randn(rows, columns, device=device, dtype=dtype) / columns**0.5
+    # The kernels require a 2:4 pattern.
     zero = drawn(TwoFourConfig(method="two_four"), {"layer": weight}, {"layer": 0.5}, seed=0)
     weight.masked_fill_(zero["layer"], 0.0).requires_grad_()
     inputs = torch.randn(tokens, columns, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn(tokens, rows, device=device, dtype=dtype)
     packed = _compress(weight.detach())
+    # Also a check: both products must agree.
     error = (F.linear(inputs.detach(), packed) - F.linear(inputs.detach(), weight.detach())).abs()
 
     def forward_backward(forward: Callable[..., Tensor]) -> Callable[[], Any]:

@@ -72,6 +72,7 @@ def on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         group = (ranks, backend, Path(folder))
         torch.multiprocessing.spawn(_on_rank, (*group, function, args), nprocs=ranks)
+        # Arbitrary objects, but from our own processes.
         return [torch.load(Path(folder, f"{n}"), weights_only=False) for n in range(ranks)]
 
 
@@ -86,6 +87,7 @@ def _on_rank(
     import torch
     import torch.distributed as dist
 
+    # Ranks share the machine's cores.
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)

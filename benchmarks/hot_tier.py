@@ -75,6 +75,7 @@ class Rank:
             num_products += 1
         products = torch.tensor(num_products / 10)
         dist.all_reduce(products, dist.ReduceOp.MAX)
+        # 10% more, so that no step is shorter than `STEP_SECONDS`.
         self._products = round(products.item() * 1.1)
 
     def step(self) -> float:
@@ -123,6 +124,7 @@ class Rank:
             "agree_s": start_time - agree_time,
             "state_s": state_time - start_time,
             "stall_s": stall_time - agree_time,
+            # Noise can make the differences negative.
             "drag_s": max(0.0, sum(steps_during_save) - idle * len(steps_during_save)),
             "processor_s": max(0.0, processor),
             "complete_s": complete_time - start_time,

@@ -130,7 +130,7 @@ def looked_at(folder: str) -> dict[str, float]:
         tokens_per_micro_batch=2**14,
     )
     long_phase = Phase(batches=batches, steps=STEPS, batch_size=BATCH)
-    most = BATCH * SEQ_LEN  # as MAX_GROUP_TOKENS is less than the tokens of many a batch
+    most = BATCH * SEQ_LEN  # one batch; MAX_GROUP_TOKENS may be less
     figures["groups_s"], _ = timed(lambda: len(long_phase.groups(Start(), max_tokens=most)))
     # Readers in other processes get this object.
     figures["pickle_mb"] = len(pickle.dumps(batches)) / 1e6

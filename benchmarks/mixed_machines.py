@@ -54,6 +54,7 @@ from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.speeds import Speeds
 
+# Each sum is below two cores, so that a machine with two cores can grant the quotas.
 SHARES = ((0.8, 0.4), (0.6, 0.48, 0.3), (0.6, 0.48, 0.3, 0.15))
 """Quotas in cores, by rank, for each group size."""
 OVERRIDES = (
@@ -75,6 +76,7 @@ PERIOD = 10_000
 """Accounting period of the kernel's quota, in microseconds."""
 # Version 1 of cgroups.
 CGROUPS = Path("/sys/fs/cgroup/cpu")
+# Of no tokenizer: the tokens are random ids.
 VOCABULARY = Vocabulary(
     size=8192, pad_id=0, mask_id=103, special_ids=(0, 100, 101, 102, 103), continuation_ids=()
 )
@@ -135,6 +137,7 @@ class Batches:
     def _select_rows(self, number: int, lengths: np.ndarray, which: np.ndarray) -> Rows:
         # Seeded by the step: every rank, and every run, gets the same tokens.
         draw = np.random.default_rng(number)
+        # Ids below 104 are special.
         tokens = draw.integers(104, VOCABULARY.size, int(lengths.sum()), dtype=np.uint16)
         ends = np.cumsum(lengths)
         parts = [tokens[ends[row] - lengths[row] : ends[row]] for row in which]

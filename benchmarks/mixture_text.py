@@ -54,6 +54,7 @@ def stage_figures(
         told: the run's evaluations.
     """
     names = list(steps[0]["batch_tokens_by_source"])
+    # The evaluation at the end of the stage.
     (last,) = (one for one in told if one["tokens"] == steps[-1]["tokens"])
     return {
         "steps": len(steps),

@@ -40,6 +40,7 @@ SAMPLES, SEQ_LEN, STRIPE, STRIPES_PER_SHARD = 98_304, 512, 1024, 16
 SHARES = (5, 3, 2)
 STREAMS = {"one": ["one"], "mixture": ["a", "b", "c"]}
 BATCH, STEPS, RANKS, RAY_STEPS = 256, 200, 4, 8
+# BERT's vocabulary size.
 IDS = 30_522
 
 

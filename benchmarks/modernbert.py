@@ -59,6 +59,7 @@ def main() -> None:
     with scratch_folder(arguments.scratch) as scratch:
         prepare_all(arguments.wikitext, scratch)
         python = Path(sys.executable)
+        # Without Composer, this Python serves as both environments.
         rounds = measure(Bench(scratch, python, python), arguments.rounds, (*RIVALS, ONE))
         data = data_set(scratch)
     figures = {

@@ -41,6 +41,7 @@ from support.published import (
     table2,
 )
 
+# The fitted rows, shifted by 0 to 9 rows.
 ROTATIONS = [tuple(sorted((row + turn) % 10 for row in FITTED_ROWS)) for turn in range(10)]
 
 

@@ -42,6 +42,7 @@ def config(corpus: Path, tokenizer: dict[str, Any]) -> PrepareConfig:
 
 def train_tokenizer(corpus: Path, kind: str, folder: Path) -> Path:
     """Train a tokenizer by preparing the corpus with it; return its folder."""
+    # 8 MB of the corpus are enough to train a tokenizer.
     settings = {"train": kind, "vocab_size": VOCAB_SIZE, "max_bytes": 8 * 2**20}
     with ray_session("local", num_cpus=PROCESSES):
         prepare(config(corpus, settings), str(folder))

@@ -60,7 +60,9 @@ RATES = {"100M": 100, "1G": 1_000, "10G": 10_000, "unlimited": 0}
 """Rates in megabits per second; 0: no limit."""
 ERRORS = "errors"
 RESULT = "slow_network"
+# Visible only within the namespaces.
 ADDRESSES, PORT = ("10.77.77.1", "10.77.77.2"), 29511
+# Long, as a step at 100 Mbit/s takes many seconds.
 PATIENCE = timedelta(seconds=120)
 # Functions of `torch.distributed` through which FSDP2 and the engine communicate.
 MESSAGES = ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "all_reduce")
@@ -136,6 +138,7 @@ def network(megabits: int) -> Iterator[list[str]]:
 
 
 def device_of(namespace: str) -> str:
+    # Linux limits names of network devices to 15 characters.
     return "el" + namespace.removeprefix("elastrata-")
 
 
@@ -185,6 +188,7 @@ class Training:
             self._workload.collate(rows, vocabulary, self._seed) for rows in part.micro_batches
         ]
         weight = sum(batch.weights["mlm"] for batch in batches)
+        # Communication that is the same for all techniques, before the measured part.
         sums = reduce_sums({"mlm": weight, "tokens": len(part.rows.tokens)})
         dist.barrier()
         started = time.perf_counter()

@@ -110,6 +110,7 @@ def phases(arguments: argparse.Namespace, sparsity: Mapping[str, Any] | None) ->
         {"steps": last, "schedule": {**warm_up, "warmup_steps": last // 10}, "sparsity": None},
     ]
     parts[0]["sparsity"] = sparsity
+    # JSON is valid YAML.
     return json.dumps(parts)
 
 

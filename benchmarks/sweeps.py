@@ -22,6 +22,7 @@ from elastrata.run import history
 from elastrata.sweeps.result import JOURNAL, SweepResult
 from elastrata_pipelines.storage import Storage
 
+# 4 x 2 x 2 points: a grid of 16.
 SPACE: dict[str, Any] = {
     "optimizer.lr": {"loguniform": [3e-4, 1e-2], "points": 4},
     "optimizer.betas.1": {"uniform": [0.9, 0.999], "points": 2},

@@ -207,6 +207,7 @@ def prepare_trainers(
         "data": {"path": str(data), "prepare": prepared},
         "batch_size": BATCH_SIZE,
         "schedule": {"warmup_steps": 2},
+        # No checkpoint within the measured steps.
         "checkpoint": {"every": 1000},
         # Spare workers would compete for the cores.
         "workers": {"threads": 1, "spares": False},

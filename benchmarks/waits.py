@@ -113,6 +113,7 @@ def hands_of(batches: Batches, lengths: Ints, ranks: int) -> dict[str, Sequence[
     ).hands
 
     def cut_shares(shares: Sequence[Ints]) -> Sequence[Hand]:
+        # Longest first, as the deal sorts rows, so that schemes differ only in the distribution.
         by_length = [rows[np.argsort(-lengths[rows], kind="stable")] for rows in shares]
         return cut_hands(by_length, lengths, [budget] * len(by_length))
 

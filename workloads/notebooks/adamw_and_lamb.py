@@ -14,8 +14,9 @@
 # # AdamW and LAMB across batch sizes, both tuned
 #
 # *Breaking MLPerf Training: optimizing BERT* (arXiv 2402.02447) found that Adam, tuned again by a
-# search, beats LAMB at a batch of 16,384. The same question on a small scale: for every batch size
-# both optimizers get a sweep with the same points, tokens and scheduler.
+# search, beats LAMB at a batch of 16,384. This notebook asks the same question
+# on a small scale: for every batch size both optimizers get a sweep with the same points, tokens
+# and scheduler.
 
 # %%
 from pathlib import Path

@@ -16,7 +16,7 @@
 # Learning rate, betas, weight decay, warm-up, optimizer and clipping, on real text: the sources of
 # Python's own library, which every machine has. For another text, change `data.prepare.sources`.
 #
-# Open this file as a notebook with jupytext, or make one of it: `jupytext --to ipynb sweep.py`.
+# Open this file as a notebook with jupytext, or convert it: `jupytext --to ipynb sweep.py`.
 
 # %%
 from pathlib import Path
@@ -35,8 +35,8 @@ corpus = collect_corpus(here / "corpus")
 # %% [markdown]
 # ## The space
 #
-# Any dotted key of the recipe. LAMB's bound on its trust ratio exists for LAMB alone. ASHA compares
-# trials at rungs of tokens and stops those that fall behind.
+# The space may contain any dotted key of the recipe. LAMB's bound on its trust ratio exists for
+# LAMB alone. ASHA compares trials at rungs of tokens and stops those that fall behind.
 
 # %%
 sweep = elastrata.SweepConfig(
@@ -90,7 +90,7 @@ result.plot("importance")
 # %% [markdown]
 # ## Back from MLflow
 #
-# The sweep is one run there, with one below it for every trial.
+# The sweep is one MLflow run, with a nested run for every trial.
 
 # %%
 from mlflow import MlflowClient

@@ -63,6 +63,7 @@ def counterpart(*, next_sentence: bool) -> Counterpart:
     )
 
 
+# Tables that may have rows without an id, see `embedding_multiple`; the export omits them.
 _ROWS_PER_ID = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
 
 

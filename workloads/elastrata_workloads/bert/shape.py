@@ -47,7 +47,9 @@ class BertShape:
     def model_spec(self, seq_len: int, mask_probability: float) -> ModelSpec:
         """Return the quantities that determine memory, time and FLOPs."""
         e = self.hidden_size
+        # Query, key, value, output and the second matrix of the feed-forward; then its first one.
         biases = 5 * e + self.intermediate_size
+        # Two norms with weight and bias; `qk_norm` adds two over the features of a head.
         norms = 4 * e + (4 * e // self.num_heads if self.qk_norm else 0)
         return ModelSpec(
             layers=self.num_layers,
@@ -59,13 +61,16 @@ class BertShape:
             causal=False,
             vocabulary=self.num_embeddings,
             position_rows=self.max_positions + _TOKEN_TYPES,
+            # Positions and token types.
             embedding_additions=2,
             embedding_norm=True,
             tied=True,
             block_vectors=biases + norms,
             dropouts=2 if self.dropout else 0,
             qk_norm=self.qk_norm,
+            # The head's dense layer.
             head_extra=e * e,
+            # Pooler and next-sentence head, once per sample.
             sample_extra=e * (e + 2) if self.next_sentence else 0,
             predicted=mask_probability,
             seq_len=seq_len,

@@ -94,7 +94,7 @@ class Bert(MaskedTransformer):
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> BertModel:
         """Return an unsharded model on the current device, initialised from torch's generator."""
-        # Imported here: it brings torch's compiler along, a second that drivers can do without.
+        # Imported here: it loads torch's compiler, which takes a second and drivers do not need.
         from elastrata_workloads.bert.model import BertModel
 
         return BertModel(self.shape(vocabulary))
@@ -166,7 +166,7 @@ class Bert(MaskedTransformer):
         form: WeightForm = AS_TRAINED,
     ) -> None:
         """Write a folder that transformers can load."""
-        # Imported here: training does without safetensors.
+        # Imported here: training does not need safetensors.
         from elastrata_workloads.bert.hf import export
 
         export(self.shape(vocabulary), state, tokenizer, path, form)

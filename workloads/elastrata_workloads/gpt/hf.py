@@ -326,6 +326,7 @@ def family_of(shape: GptShape) -> Family:
     raise UserError(f"workload: transformers has no such model: {text}")
 
 
+# Tables that may have rows without an id, see `embedding_multiple`; the export omits them.
 _ROWS_PER_ID = ("embeddings.tokens.weight", "head.weight")
 _SPECIAL = ("bos_token_id", "eos_token_id")
 

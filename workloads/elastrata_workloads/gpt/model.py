@@ -56,5 +56,6 @@ class GptModel(Stack):
                 module.bias.zero_()
         for module in self.modules():
             if isinstance(module, Block):
+                # Overwrites the initial values from the first loop.
                 for projection in (module.attention.output, module.feed_forward.down):
                     projection.weight.normal_(0.0, deviation / math.sqrt(2 * self.shape.num_layers))

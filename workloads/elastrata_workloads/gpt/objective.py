@@ -23,6 +23,7 @@ def collate(
     if not len(rows):
         return filler(rows, pad_id=pad_id, dropout=dropout, terms=terms)
     tokens = rows.tokens.astype(np.int64)
+    # The last token of a segment has no target.
     lasts = rows.segment_starts + rows.segment_lengths - 1
     predicted = np.delete(np.arange(len(tokens)), lasts)
     return unpadded(

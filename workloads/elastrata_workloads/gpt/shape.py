@@ -59,6 +59,7 @@ class GptShape:
                 kernel=self.attention,
             ),
             intermediate_size=self.intermediate_size,
+            # GPT-2's GELU is the tanh approximation.
             activation="swiglu" if self.activation == "swiglu" else "gelu_tanh",
             bias=self.bias,
             norm=norm,

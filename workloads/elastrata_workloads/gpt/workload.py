@@ -104,6 +104,7 @@ class Gpt(UnpaddedTransformer):
         kernels."""
         keys = ("hidden_size", "num_layers", "num_heads", "positions", "activation", "norm")
         more = ("norm_eps", "bias", "qk_norm", "tied_embeddings")
+        # Without a position table, `max_positions` only limits the length of samples.
         position = "max_positions" if self.positions == "learned" else "rotary_base"
         return {
             **{key: getattr(self, key) for key in (*keys, *more, position)},
@@ -163,7 +164,7 @@ class Gpt(UnpaddedTransformer):
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> GptModel:
         """Return an unsharded model on the current device, initialised from torch's generator."""
-        # Imported here: it brings torch's compiler along, a second that drivers can do without.
+        # Imported here: it loads torch's compiler, which takes a second and drivers do not need.
         from elastrata_workloads.gpt.model import GptModel
 
         return GptModel(self.shape(vocabulary.size))
@@ -202,7 +203,7 @@ class Gpt(UnpaddedTransformer):
         Raises:
             UserError: the model fits neither GPT-2 nor Llama nor Qwen3.
         """
-        # Imported here: training does without safetensors.
+        # Imported here: training does not need safetensors.
         from elastrata_workloads.gpt.hf import export
 
         export(self.shape(vocabulary.size), state, tokenizer, path, form)

@@ -120,11 +120,15 @@ def _layer_types(num_layers: int, global_every: int) -> list[str]:
 
 
 def _global_every(types: list[str]) -> int:
-    """Return the distance of the first two global layers, or the layer count if only one is."""
+    """Return the distance between the first two global layers.
+
+    If only one layer is global, return the number of layers.
+    """
     places = [number for number, kind in enumerate(types) if kind == _GLOBAL]
     return places[1] - places[0] if len(places) > 1 else len(types)
 
 
+# Tables that may have rows without an id, see `embedding_multiple`; the export omits them.
 _ROWS_PER_ID = ("embeddings.tokens.weight", "head.bias")
 _SPECIAL = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 

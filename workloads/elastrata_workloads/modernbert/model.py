@@ -56,6 +56,7 @@ class ModernBertModel(Stack):
                 _draw_truncated(module.weight, smaller if is_last else deviation)
             if isinstance(module, nn.LayerNorm):
                 module.weight.fill_(1.0)
+        # As transformers' `padding_idx` does.
         self.embeddings.tokens.weight[self.shape.pad_id].zero_()
         self.head.bias.zero_()
 

@@ -83,6 +83,7 @@ class ModernBertShape:
             dropouts=1 if self.attention_dropout else 0,
             tied=True,
             block_vectors=self.block(1).vectors,
+            # The head's dense layer.
             head_extra=self.hidden_size**2,
             head_states=5,
             predicted=mask_probability,

@@ -99,7 +99,7 @@ class ModernBert(MaskedTransformer):
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> ModernBertModel:
         """Return an unsharded model on the current device, initialised from torch's generator."""
-        # Imported here: it brings torch's compiler along, a second that drivers can do without.
+        # Imported here: it loads torch's compiler, which takes a second and drivers do not need.
         from elastrata_workloads.modernbert.model import ModernBertModel
 
         return ModernBertModel(self.shape(vocabulary))
@@ -131,7 +131,7 @@ class ModernBert(MaskedTransformer):
         form: WeightForm = AS_TRAINED,
     ) -> None:
         """Write a folder that transformers' `ModernBertForMaskedLM.from_pretrained` can load."""
-        # Imported here: training does without safetensors.
+        # Imported here: training does not need safetensors.
         from elastrata_workloads.modernbert.hf import export
 
         export(self.shape(vocabulary), state, tokenizer, path, form)

@@ -50,6 +50,7 @@ class Block(nn.Module):
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
         hidden = shape.attention.hidden_size
+        # Without `normed_input`, the embeddings already end with a norm.
         self.attention_norm = shape.norm.over(hidden) if shape.normed_input else nn.Identity()
         self.attention = ProjectedAttention(shape.attention)
         self.attention_dropout = HiddenDropout(shape.attention_dropout, site=1)

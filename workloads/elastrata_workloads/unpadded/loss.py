@@ -182,7 +182,7 @@ def _column_statistics(logits: Tensor, targets: Tensor) -> Tensor:
     sums = (logits - largest[:, None]).exp_().sum(1)  # in fp32, as the largest is
     of_target = torch.where(is_here, logits.gather(1, column)[:, 0].float(), 0.0)
     is_right = (is_here & (where == targets)).float()
-    # Where all are -inf, as columns without ids, the sum is no number, and the logarithm is -inf.
+    # If all logits are -inf, as in columns without ids, the sum is NaN: the logarithm is -inf.
     logarithm = torch.where(largest == -math.inf, largest, sums.log() + largest)
     return torch.stack([logarithm, of_target, largest, is_right])
 

@@ -123,7 +123,7 @@ def _word_firsts(rows: Rows, starts: Ints, candidates: Ints, table: Tables) -> I
     begins = ~table.continues[rows.tokens]
     # A continuation piece at the start of a document begins a word there.
     begins[starts] = True
-    # After a token that is never masked (CLS, SEP) no word can be running on.
+    # No word continues after a token that is never masked (CLS, SEP).
     begins[1:] |= ~table.maskable[rows.tokens[:-1]]
     return np.flatnonzero(begins[candidates])
 

@@ -85,6 +85,7 @@ class _Lookup(torch.autograd.Function):
         is_elsewhere = (ids < 0) | (ids >= rows.shape[_ROWS])
         ids = ids.masked_fill(is_elsewhere, 0)
         hidden = F.embedding(ids, rows).masked_fill_(is_elsewhere[..., None], 0.0)
+        # Every id belongs to exactly one rank, so the sum is the lookup.
         dist.all_reduce(hidden, group=group)
         ctx.save_for_backward(ids, is_elsewhere)
         ctx.num_rows = rows.shape[_ROWS]
@@ -95,7 +96,7 @@ class _Lookup(torch.autograd.Function):
         """Return the gradient of this rank's rows."""
         ids, is_elsewhere = ctx.saved_tensors
         of_own = gradients[0].masked_fill(is_elsewhere[..., None], 0.0)
-        never = -1  # no id is left out, as that of padding would be
+        never = -1  # no padding id, whose row would get no gradient
         table = torch.ops.aten.embedding_dense_backward(of_own, ids, ctx.num_rows, never, False)
         return table, None, None
 
@@ -171,6 +172,7 @@ def head_style(num_rows: int, size: int) -> ParallelStyle:
     """Return the style of an untied head, a matrix of `num_rows` rows."""
     if num_rows % size:
         return Replicated()
+    # A DTensor output, which shows the loss that the columns are sharded.
     return ColwiseParallel(output_layouts=Shard(_VOCABULARY), use_local_output=False)
 
 

@@ -66,6 +66,7 @@ class Blocks:
     @property
     def count(self) -> int:
         """Number of blocks per sample, C."""
+        # A block has as many queries as the window has tokens: B = W.
         return -(-self.length // self.window)
 
     def of_queries(self, tokens: Tensor) -> Tensor:
@@ -128,6 +129,7 @@ def _no_padding(tokens: Tensor) -> tuple[int, ...]:
     return (0, 0) * (tokens.ndim - 3)
 
 
+# Called directly: these kernels return the log-sum-exps that the backward pass needs.
 _CPU = torch.ops.aten
 
 

@@ -154,8 +154,8 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
     @override
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the transformer blocks, first to last."""
-        # Imported here, as below: it brings torch's compiler along, a second that drivers can do
-        # without.
+        # Imported here, as below: it loads torch's compiler, which takes a second and drivers do
+        # not need.
         from elastrata_workloads.unpadded import stack
 
         return stack.blocks(model)
@@ -166,6 +166,7 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
         sizes = self.divided_sizes()
         if all(total % size == 0 for total in sizes.values()):
             return []
+        # A valid size divides all of them, so it divides their greatest common divisor.
         common = math.gcd(*sizes.values())
         closest = min(_divisors(common), key=lambda n: abs(n - size))
         named = ", ".join(f"workload.{name} ({total})" for name, total in sizes.items())
