@@ -22,7 +22,7 @@ from harness import ARTICLE, parser_of, write_result
 
 from elastrata.bench.samples import read_histogram
 from elastrata.driver.ray_session import ray_session
-from elastrata_pipelines.balance import drawn_batches, measure_balance, ordered_batches
+from elastrata_pipelines.balance import batches_of_order, draw_batches, measure_balance
 from elastrata_pipelines.deal import Ints, WorkModel
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.order import Order
@@ -61,13 +61,13 @@ def _ordered(manifest: Manifest, lengths: np.ndarray) -> Batches:
     order = Order(
         num_samples=manifest.samples, stripe_size=manifest.stripe_size, window_stripes=8, seed=0
     )
-    return lambda batch_size: ordered_batches(lengths, order, batch_size=batch_size, steps=STEPS)
+    return lambda batch_size: batches_of_order(lengths, order, batch_size=batch_size, steps=STEPS)
 
 
 def wikipedia_batches(counts: Path) -> Batches:
     """Return batches of random lengths from the length histogram of Wikipedia."""
     histogram = read_histogram(str(counts))
-    return lambda batch_size: drawn_batches(histogram, batch_size=batch_size, steps=STEPS)
+    return lambda batch_size: draw_batches(histogram, batch_size=batch_size, steps=STEPS)
 
 
 def measure(name: str, batches: Batches) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as synchronous_save
 from torch.distributed.fsdp import fully_shard
 
-from elastrata.checkpoints.commit import commits, problems
+from elastrata.checkpoints.commit import file_problems, list_commits
 from elastrata.checkpoints.save import DurableSaver
 from elastrata.checkpoints.state import restore, training_state
 from elastrata_pipelines.storage import Storage
@@ -98,7 +98,7 @@ def measure(rank: int, folder: str, rounds: int) -> dict[str, Any]:
     state = training_state(model, optimizer)
     measured_rounds = [one_round(storage, saver, step, state) for step in range(rounds + 1)]
     saver.close()
-    (commit,) = commits(storage)
+    (commit,) = list_commits(storage)
     dist.barrier()
     started = time.perf_counter()
     restore(storage, commit, model, optimizer)
@@ -113,11 +113,11 @@ def measure(rank: int, folder: str, rounds: int) -> dict[str, Any]:
 
 def summary(folder: str, result: dict[str, Any]) -> dict[str, float]:
     storage = Storage(f"{folder}/checkpoints")
-    (commit,) = commits(storage)
+    (commit,) = list_commits(storage)
     megabytes = sum(record.size for record in commit.files.values()) / 1e6
     started = time.perf_counter()
     # Verifies the checksums of all files.
-    assert not problems(storage, commit)
+    assert not file_problems(storage, commit)
     verified = time.perf_counter() - started
     median = medians(result["rounds"])
     return {

@@ -54,7 +54,7 @@ from elastrata.step.bucket_clip import RANGE
 from elastrata.step.clip import Clip, build_clip
 from elastrata.step.forward_backward import WholeModel
 from elastrata.step.train_step import train_step
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata.trainer.trainer import Loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
@@ -101,7 +101,7 @@ def recipe_with(arguments: argparse.Namespace, way: str, seed: int = 0) -> Recip
 
 def steps_of(recipe: Recipe, rank: int, ranks: int) -> Iterator[RankStep]:
     """Yield this rank's part of every step."""
-    batches = training_data(recipe).train
+    batches = find_training_data(recipe).train
     for group in batches.groups(
         Start(), steps=recipe.steps, batch_size=recipe.batch_size, max_tokens=2**16
     ):
@@ -112,7 +112,7 @@ def steps_of(recipe: Recipe, rank: int, ranks: int) -> Iterator[RankStep]:
 
 
 def model_of(recipe: Recipe, device: torch.device, ranks: int) -> nn.Module:
-    manifest = training_data(recipe).train.manifest
+    manifest = find_training_data(recipe).train.manifest
     torch.manual_seed(recipe.seed)
     with device:
         model = recipe.workload.build_model(manifest.vocabulary, manifest.seq_len)
@@ -145,7 +145,7 @@ class Steps:
     """Repeats one step with one clipping method."""
 
     def __init__(self, recipe: Recipe, device: torch.device, rank: int, ranks: int) -> None:
-        vocabulary = training_data(recipe).train.manifest.vocabulary
+        vocabulary = find_training_data(recipe).train.manifest.vocabulary
         part = next(steps_of(recipe, rank, ranks))
         self._batches = [
             recipe.workload.collate(rows, vocabulary, recipe.seed).to(device)
@@ -262,7 +262,7 @@ def measure_losses(
             model = model_of(recipe, device, ranks)
             loop = Loop(
                 workload=recipe.workload,
-                vocabulary=training_data(recipe).train.manifest.vocabulary,
+                vocabulary=find_training_data(recipe).train.manifest.vocabulary,
                 seed=recipe.seed,
                 learning_rate=recipe.learning_rate,
                 clip=build_clip(recipe.clip, model),

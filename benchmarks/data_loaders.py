@@ -97,7 +97,7 @@ def _elastrata() -> Loader:
     from elastrata_pipelines.phase import Phase
     from elastrata_pipelines.rows import Rows
     from elastrata_pipelines.storage import Storage
-    from elastrata_pipelines.stream import RankStream, dealt, descriptors
+    from elastrata_pipelines.stream import RankStream, descriptors, split_dealt_groups
 
     epochs_streamed = 64
     """Length of the streamed run, longer than any measurement."""
@@ -105,7 +105,7 @@ def _elastrata() -> Loader:
     def through_ray(folder: Path) -> Iterator[Iterator[Batch]]:
         batches = _batches(folder)
         phases = [Phase(batches=batches, steps=_steps(batches), batch_size=BATCH_SIZE)]
-        (split,) = dealt(descriptors(phases, Start()), phases, 1)
+        (split,) = split_dealt_groups(descriptors(phases, Start()), phases, 1)
         return _epochs(RankStream(split, batches.manifest.token_dtype), batches.manifest.samples)
 
     @contextmanager

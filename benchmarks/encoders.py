@@ -76,7 +76,7 @@ def changes(seed: int, scratch: Path) -> list[str]:
 
 def curve(run: Path) -> dict[str, list[float]]:
     """Return the tokens seen at every evaluation, and its accuracy."""
-    entries = history.read(Storage(str(run)).sub("history"))
+    entries = history.read_entries(Storage(str(run)).sub("history"))
     tokens = {entry["step"]: entry["tokens"] for entry in history.effective_steps(entries)}
     evaluations = list(history.surviving_evaluations(entries))
     return {

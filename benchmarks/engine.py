@@ -26,9 +26,9 @@ from elastrata.optim.optimizer import build_optimizer
 from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.build_model import divided_model
-from elastrata.trainer.preflight import training_data
-from elastrata.trainer.trainer import training_loop
+from elastrata.trainer.build_model import build_divided_model
+from elastrata.trainer.preflight import find_training_data
+from elastrata.trainer.trainer import build_loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
 
@@ -60,7 +60,7 @@ def engine_seconds(data: str) -> float:
 def bare_seconds(recipe: Recipe) -> float:
     """Return the median seconds of a step of a plain loop over the same micro-batches."""
     torch.set_num_threads(1)
-    batches = training_data(recipe).train
+    batches = find_training_data(recipe).train
     vocabulary, workload = batches.manifest.vocabulary, recipe.workload
     torch.manual_seed(recipe.seed)
     model = workload.build_model(vocabulary, batches.manifest.seq_len)
@@ -87,13 +87,13 @@ def loop_seconds(recipe: Recipe) -> float:
     """Return the median seconds of a step of the engine's loop, without Ray."""
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
-    data = training_data(recipe).train
+    data = find_training_data(recipe).train
     vocabulary, seq_len = data.manifest.vocabulary, data.manifest.seq_len
     with lone_group(cpu):
-        divided = divided_model(recipe, vocabulary, seq_len, cpu, 1)
+        divided = build_divided_model(recipe, vocabulary, seq_len, cpu, 1)
         blocks = recipe.workload.blocks(divided.model)
         optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
-        loop = training_loop(recipe, divided.clip, vocabulary, cpu, 1, blocks=blocks)
+        loop = build_loop(recipe, divided.clip, vocabulary, cpu, 1, blocks=blocks)
         run = loop.run(divided.forward_backward, optimizer, stream(recipe), Start())
         end_times = [time.perf_counter() for _ in run][WARM_UP:]
     return statistics.median(later - earlier for earlier, later in pairwise(end_times))
@@ -101,7 +101,7 @@ def loop_seconds(recipe: Recipe) -> float:
 
 def stream(recipe: Recipe) -> Iterator[RankStep]:
     """Yield the steps of a single rank."""
-    data = training_data(recipe).train
+    data = find_training_data(recipe).train
     groups = data.groups(Start(), steps=STEPS, batch_size=recipe.batch_size, max_tokens=2**20)
     for group in groups:
         for payload in data.payloads(group, 1):

@@ -41,8 +41,8 @@ from elastrata.driver.quickstart import collect_corpus
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
-from elastrata.step.evaluate import held_out_step
-from elastrata.trainer.preflight import training_data
+from elastrata.step.evaluate import evaluation_step
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.storage import Storage
 
@@ -84,7 +84,7 @@ def write_recipe(wikitext: Path, scratch: Path, steps: int) -> Path:
 
 def hand_over(recipe: Recipe, scratch: Path) -> None:
     """Write the untrained model and the tokens for the Trainer."""
-    data = training_data(recipe)
+    data = find_training_data(recipe)
     (held_out,) = data.held_out
     assert held_out is not None
     manifest = data.train.manifest
@@ -101,7 +101,7 @@ def hand_over(recipe: Recipe, scratch: Path) -> None:
     tables = data.train.stripes().read(range(manifest.stripes))
     tokens = b"".join(sample for table in tables for sample in table["tokens"].to_pylist())
     np.save(scratch / "train.npy", np.frombuffer(tokens, manifest.token_dtype))
-    rows = held_out_step(held_out, samples=MAX_SAMPLES, rank=0, num_ranks=1).micro_batches
+    rows = evaluation_step(held_out, samples=MAX_SAMPLES, rank=0, num_ranks=1).micro_batches
     np.savez(scratch / "held_out.npz", **documents(rows))
 
 
@@ -116,7 +116,7 @@ def documents(rows: Sequence[Rows]) -> dict[str, np.ndarray]:
 def our_run(recipe: Path, name: str) -> tuple[Curve, str]:
     """Train with Elastrata; return the curve and the run's folder."""
     trained = elastrata("train", str(recipe), "--name", name)
-    entries = history.read(Storage(trained["run_dir"]).sub("history"))
+    entries = history.read_entries(Storage(trained["run_dir"]).sub("history"))
     tokens = {step["step"]: step["tokens"] for step in history.effective_steps(entries)}
     evaluated = [entry for entry in entries if entry["kind"] == "evaluated"]
     curve = [(tokens[entry["step"]], entry["eval/loss"]) for entry in evaluated]
@@ -196,7 +196,7 @@ def main() -> None:
             arguments.python, "train", str(scratch / "model"), files[1], files[0], trainer_settings
         )
         texts = continuations(run)
-        manifest = training_data(recipe).train.manifest
+        manifest = find_training_data(recipe).train.manifest
     curves = {"Elastrata, 2 workers": ours, "Hugging Face Trainer": theirs}
     draw(curves, RESULTS / "gpt-quality.png")
     figures = {

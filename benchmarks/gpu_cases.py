@@ -1,8 +1,8 @@
 """The cases of `gpu.py`: correctness, speed and memory of models on a GPU.
 
 A case is a function that runs in its own process and returns a row. In addition to its own
-arguments it takes those that `gpu.py` passes to every case (`Told`). `is_right` in a result says
-whether the computed values are correct.
+arguments it takes those that `gpu.py` passes to every case (`CaseOptions`). `is_right` in a result
+says whether the computed values are correct.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from elastrata.bench.samples import Samples, bench_samples
 from elastrata.bench.step import MFU_CONVENTION, measure_steps
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.checkpoints.save import DurableSaver
 from elastrata.checkpoints.state import restore, training_state
 from elastrata.device.capabilities import current_device, device_name, peak_flops
@@ -43,8 +43,8 @@ from elastrata.planner.choice import group_cluster, group_layout, phase_choices
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.records import StepRecord
-from elastrata.trainer.build_model import DividedModel, divided_model
-from elastrata.trainer.trainer import Loop, training_loop
+from elastrata.trainer.build_model import DividedModel, build_divided_model
+from elastrata.trainer.trainer import Loop, build_loop
 from elastrata.workload.workload import model_spec
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.storage import Storage
@@ -131,10 +131,10 @@ def engine(
 ) -> tuple[DividedModel, torch.optim.Optimizer, Loop]:
     # A fixed length: the recipe's real data set is not there to derive one from.
     endless = recipe.model_copy(update={"steps": 1000, "epochs": None, "tokens": None})
-    divided = divided_model(endless, samples.vocabulary, samples.seq_len, device, 1)
+    divided = build_divided_model(endless, samples.vocabulary, samples.seq_len, device, 1)
     blocks = recipe.workload.blocks(divided.model)
     optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
-    return divided, optimizer, training_loop(endless, divided.clip, samples.vocabulary, device, 1)
+    return divided, optimizer, build_loop(endless, divided.clip, samples.vocabulary, device, 1)
 
 
 def steps_after(
@@ -273,7 +273,7 @@ def saved_and_loaded(**options: Any) -> Row:
         # The remaining steps of the first run, without a restart.
         continued_losses = [record.loss for record in run]
         divided, optimizer, loop = engine(recipe, samples, current_device())
-        restore(storage, commits(storage)[0], divided.model, optimizer)
+        restore(storage, list_commits(storage)[0], divided.model, optimizer)
         pairs = zip(tensors(divided, optimizer), saved_tensors, strict=True)
         is_equal = all(torch.equal(ours, theirs) for ours, theirs in pairs)
         resumed_losses = [
@@ -361,7 +361,7 @@ def steps(
         padded: whether samples are padded and attention is dense, as in most training code.
         aim: target MFU.
         published: published sequences per second to compare with.
-        options: see `Told`.
+        options: see `CaseOptions`.
     """
     case = Told(**options)
     recipe = case.recipe(model, [*_batch_size_override(case, model), *overrides])

@@ -23,19 +23,19 @@ from torch.sparse import SparseSemiStructuredTensor
 import elastrata_workloads.unpadded.attention as self_attention
 from elastrata.bench.samples import Samples, bench_samples, read_histogram
 from elastrata.device.capabilities import current_device
-from elastrata.device.kernels import SemiStructured, compressed
+from elastrata.device.kernels import SemiStructured, compress_weight
 from elastrata.optim.optimizer import build_optimizer
 from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.sparsity.config import TwoFourConfig
 from elastrata.sparsity.layers import layer_shapes
-from elastrata.sparsity.rigl import drawn
+from elastrata.sparsity.rigl import random_masks
 from elastrata.step.bucket_clip import RANGE
 from elastrata.step.clip import Clip
-from elastrata.step.forward_backward import weighted
-from elastrata.trainer.build_model import divided_model
-from elastrata.trainer.trainer import training_loop
+from elastrata.step.forward_backward import weighted_loss
+from elastrata.trainer.build_model import build_divided_model
+from elastrata.trainer.trainer import build_loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
@@ -274,7 +274,7 @@ def loss_and_gradients(
     """
     device, workload = current_device(), recipe.workload
     with lone_group(device), attention_by(form):
-        model = divided_model(recipe, samples.vocabulary, samples.seq_len, device, 1).model
+        model = build_divided_model(recipe, samples.vocabulary, samples.seq_len, device, 1).model
         batches = [
             workload.collate(rows, samples.vocabulary, recipe.seed).to(device)
             for rows in samples.steps[0].micro_batches
@@ -282,7 +282,7 @@ def loss_and_gradients(
         weights = {"mlm": sum(batch.weights["mlm"] for batch in batches)}
         loss = 0.0
         for batch in batches:
-            part = weighted(workload.loss(model, batch), weights)
+            part = weighted_loss(workload.loss(model, batch), weights)
             part.backward()
             loss += float(part.detach())
         return loss, [
@@ -351,10 +351,10 @@ def profiled_clip(recipe: Recipe, lengths: str) -> dict[str, Any]:
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if device.type == "cuda" else []
     with lone_group(device), tempfile.TemporaryDirectory() as folder:
-        divided = divided_model(recipe, samples.vocabulary, samples.seq_len, device, 1)
+        divided = build_divided_model(recipe, samples.vocabulary, samples.seq_len, device, 1)
         blocks = workload.blocks(divided.model)
         optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
-        loop = training_loop(recipe, divided.clip, samples.vocabulary, device, 1)
+        loop = build_loop(recipe, divided.clip, samples.vocabulary, device, 1)
         loop = replace(loop, clip=RangedClip(loop.clip))
         run = loop.run(divided.forward_backward, optimizer, samples.steps, Start())
         for _ in range(_PROFILED_AFTER):
@@ -521,7 +521,7 @@ def products_of(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     weight = torch.randn(rows, columns, device=device, dtype=dtype) / columns**0.5
     # The kernels require a 2:4 pattern.
-    zero = drawn(TwoFourConfig(method="two_four"), {"layer": weight}, {"layer": 0.5}, seed=0)
+    zero = random_masks(TwoFourConfig(method="two_four"), {"layer": weight}, {"layer": 0.5}, seed=0)
     weight.masked_fill_(zero["layer"], 0.0).requires_grad_()
     inputs = torch.randn(tokens, columns, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn(tokens, rows, device=device, dtype=dtype)
@@ -553,7 +553,7 @@ def _sparse_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 def _compress(weight: Tensor) -> Tensor:
     """Return the compressed weight for the kernels, or on a CPU, which has none, the weight
     itself."""
-    return weight if weight.device.type == "cpu" else compressed(weight)
+    return weight if weight.device.type == "cpu" else compress_weight(weight)
 
 
 def seconds_of(function: Callable[[], Any], repeats: int) -> float:

@@ -130,7 +130,9 @@ def trained_steps(recipe: str, *overrides: str) -> list[Any]:
 
     with tempfile.TemporaryDirectory() as storage:
         elastrata("train", recipe, f"storage={storage}", *overrides, "--name", "run")
-        return list(history.effective_steps(history.read(Storage(storage).sub("run", "history"))))
+        return list(
+            history.effective_steps(history.read_entries(Storage(storage).sub("run", "history")))
+        )
 
 
 def versions_in(python: Path, packages: Sequence[str]) -> Mapping[str, str]:

@@ -28,8 +28,12 @@ from harness import medians, parser_of, write_result
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from elastrata.checkpoints.commit import CommitStorage, commits
-from elastrata.checkpoints.replicas.replicas import close_replicas, newest_replica, open_replicas
+from elastrata.checkpoints.commit import CommitStorage, list_commits
+from elastrata.checkpoints.replicas.replicas import (
+    close_replicas,
+    find_newest_replica,
+    open_replicas,
+)
 from elastrata.checkpoints.save import DurableSaver, replica_saver
 from elastrata.checkpoints.state import restore, training_state
 from elastrata.driver.ray_session import ray_session
@@ -131,7 +135,7 @@ class Rank:
         }
 
     def load(self, storage: CommitStorage) -> float:
-        (commit,) = commits(storage)
+        (commit,) = list_commits(storage)
         dist.barrier()
         started = time.perf_counter()
         restore(storage, commit, self._model, self._optimizer)
@@ -184,7 +188,7 @@ def measure_state(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
         }
         end(ranks)
         looking = time.perf_counter()
-        commit = newest_replica(hot)
+        commit = find_newest_replica(hot)
         figures["hot"]["found_s"] = round(time.perf_counter() - looking, 4)
         assert commit is not None
         figures["state_mb"] = round(sum(file.size for file in commit.files.values()) / 1e6, 2)

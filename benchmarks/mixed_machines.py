@@ -43,10 +43,10 @@ from elastrata.recipe.file import load_recipe
 from elastrata.step.events import Event, Paced, Slowed
 from elastrata.step.records import StepRecord
 from elastrata.step.step_message import Effort
-from elastrata.trainer.balancing import Pacing, RankPlace
-from elastrata.trainer.build_model import divided_model
-from elastrata.trainer.trainer import LoopHooks, training_loop
-from elastrata_pipelines.balance import drawn_batches
+from elastrata.trainer.balancing import PaceMonitor, RankPlace
+from elastrata.trainer.build_model import build_divided_model
+from elastrata.trainer.trainer import LoopHooks, build_loop
+from elastrata_pipelines.balance import draw_batches
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.deal import deal
 from elastrata_pipelines.format import Vocabulary
@@ -114,7 +114,7 @@ class Batches:
     def steps(
         self, rank: int, ranks: int, count: int, speeds: Callable[[int], Speeds]
     ) -> Iterator[RankStep]:
-        batch_lengths = drawn_batches(self._histogram, batch_size=self._batch_size, steps=count)
+        batch_lengths = draw_batches(self._histogram, batch_size=self._batch_size, steps=count)
         for number, lengths in enumerate(batch_lengths):
             step_speeds = speeds(number + 1)
             dealt_batch = deal(
@@ -160,7 +160,7 @@ class Hands:
         self._first, self._step = first, 0
         self.events: list[Event] = []
         places = [RankPlace("", f"rank-{n}", "CPU") for n in range(ranks)]
-        self._pacing = Pacing(places, list(range(ranks)), deals=True, tell=self._tell)
+        self._pacing = PaceMonitor(places, list(range(ranks)), deals=True, tell=self._tell)
 
     def __call__(self, step: int) -> Speeds:
         earlier_steps = [first for first in self._by_step if first <= step]
@@ -195,10 +195,10 @@ def on_rank(
     """
     recipe = load_recipe("bert/tiny", OVERRIDES)
     device, steps = torch.device("cpu"), len(shares)
-    divided = divided_model(recipe, VOCABULARY, SEQ_LEN, device, ranks)
+    divided = build_divided_model(recipe, VOCABULARY, SEQ_LEN, device, ranks)
     blocks = recipe.workload.blocks(divided.model)
     optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
-    loop = training_loop(recipe, divided.clip, VOCABULARY, device, ranks, blocks=blocks)
+    loop = build_loop(recipe, divided.clip, VOCABULARY, device, ranks, blocks=blocks)
     batch_size = SAMPLES_EACH * len(shares[0])
     step_speeds = Hands(ranks, first)
     stream = Batches(histogram, batch_size, recipe).steps(rank, ranks, steps, step_speeds)

@@ -99,7 +99,7 @@ def way_changes(way: str, baked: Manifest, scratch: Path) -> list[str]:
 
 def losses(run: Path) -> dict[str, Any]:
     """Return the held-out losses by step and source, their means, and the tokens of the run."""
-    entries = history.read(Storage(str(run)).sub("history"))
+    entries = history.read_entries(Storage(str(run)).sub("history"))
     curve = {
         int(entry["step"]): {name: float(entry[key]) for name, key in LOSSES.items()}
         for entry in history.surviving_evaluations(entries)

@@ -24,7 +24,7 @@ from elastrata.recipe.file import load_recipe
 from elastrata.run import history
 from elastrata.run.audit import Audit, audit
 from elastrata.run.pictures import evaluations
-from elastrata.tracking.plots import held_out_losses, share_curves, source_losses
+from elastrata.tracking.plots import plot_held_out_losses, share_curves, source_losses
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
 
@@ -99,12 +99,12 @@ def main() -> None:
     scratch: Path = arguments.scratch.resolve()
     recipe = load_recipe(RECIPE, prepared_sources(arguments.wikitext, scratch))
     run = Storage(str(trained_alone(recipe, scratch / "runs" / "stages")))
-    entries = history.read(run.sub("history"))
+    entries = history.read_entries(run.sub("history"))
     steps = history.effective_steps(entries)
     evaluated = evaluations(entries, steps)
     draw("mixture_shares.png", partial(share_curves, steps))
     draw("mixture_losses.png", partial(source_losses, steps))
-    draw("mixture_held_out.png", partial(held_out_losses, evaluated))
+    draw("mixture_held_out.png", partial(plot_held_out_losses, evaluated))
     ends = [phase.steps for phase in recipe.phases]
     broad, annealed = steps[: ends[0]], steps[ends[0] :]
     names = [source.name for source in recipe.data.sources]

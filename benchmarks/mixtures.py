@@ -30,11 +30,11 @@ from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import FileEntry, Manifest, Vocabulary, shard_schema, write_shard
 from elastrata_pipelines.format.manifest import LENGTHS
 from elastrata_pipelines.hashing import mix
-from elastrata_pipelines.mixture import Leg, MixedOrder, Mixture, in_units
+from elastrata_pipelines.mixture import Leg, MixedOrder, Mixture, shares_to_units
 from elastrata_pipelines.order import Order
-from elastrata_pipelines.phase import Phase, one_after_another
+from elastrata_pipelines.phase import Phase, place_phases
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.stream import RankStream, dealt, descriptors
+from elastrata_pipelines.stream import RankStream, descriptors, split_dealt_groups
 
 SAMPLES, SEQ_LEN, STRIPE, STRIPES_PER_SHARD = 98_304, 512, 1024, 16
 SHARES = (5, 3, 2)
@@ -118,13 +118,13 @@ def batches_of(folder: Path, names: list[str], seed: int) -> Batches:
     if len(sources) == 1:
         return batches
     # Constant shares from the first step to the last.
-    mixture = Mixture((Leg(shares=in_units(SHARES)),))
+    mixture = Mixture((Leg(shares=shares_to_units(SHARES)),))
     order = MixedOrder(mixture=mixture, orders=orders, firsts=(0,) * len(orders))
     return replace(batches, order=order, sources=tuple(sources))
 
 
 def phase_of(batches: Batches, steps: int) -> Phase:
-    (phase,) = one_after_another([Phase(batches=batches, steps=steps, batch_size=BATCH)])
+    (phase,) = place_phases([Phase(batches=batches, steps=steps, batch_size=BATCH)])
     return phase
 
 
@@ -165,7 +165,7 @@ def seconds_to_first_batch(batches: Batches) -> float:
     """Return the seconds to the first batch through Ray Data, planning included."""
     phases = [phase_of(batches, RAY_STEPS)]
     start_time = time.perf_counter()
-    (split,) = dealt(descriptors(phases, Start()), phases, 1)
+    (split,) = split_dealt_groups(descriptors(phases, Start()), phases, 1)
     steps = iter(RankStream(split, batches.manifest.token_dtype))
     next(steps)
     seconds = time.perf_counter() - start_time

@@ -25,7 +25,7 @@ from elastrata.planner.cluster import read_cluster
 from elastrata.planner.devices import GPU, Efficiency
 from elastrata.planner.operations import Machine
 from elastrata.planner.plan import search
-from elastrata.planner.stack import elastrata
+from elastrata.planner.stack import engine_stack
 from support.published import (
     DEVICE,
     FITTED_ROWS,
@@ -123,7 +123,7 @@ def of_setting(one: Setting) -> dict[str, Any]:
 
 def search_seconds() -> dict[str, Any]:
     model, cluster = gpt(96, 12288, 96), read_cluster(f"1024x{DEVICE.name}")
-    machine = Machine(DEVICE, GPU, elastrata("bf16", "fp32"))
+    machine = Machine(DEVICE, GPU, engine_stack("bf16", "fp32"))
     start_time = time.perf_counter()
     # Tensor parallelism stays within a node of 8 GPUs.
     result = search(model, cluster, machine, batch_size=1536, steps=1, tensor_sizes=(1, 2, 4, 8))

@@ -53,7 +53,7 @@ from elastrata.recipe.file import load_recipe
 from elastrata.step.clip import Clip, build_clip
 from elastrata.step.forward_backward import WholeModel
 from elastrata.step.train_step import reduce_sums, train_step
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 
 RANKS = 2
 RATES = {"100M": 100, "1G": 1_000, "10G": 10_000, "unlimited": 0}
@@ -160,7 +160,7 @@ class Training:
                 *overrides,
             ],
         )
-        self._manifest = training_data(recipe).train.manifest
+        self._manifest = find_training_data(recipe).train.manifest
         self._workload, self._technique, self._seed = recipe.workload, technique, recipe.seed
         torch.manual_seed(recipe.seed)
         self.model = self._workload.build_model(self._manifest.vocabulary, self._manifest.seq_len)

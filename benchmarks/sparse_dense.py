@@ -124,7 +124,7 @@ def train(arguments: argparse.Namespace, recipe: Path, case: str, seed: int) -> 
     else:
         overrides.append(f"phases={phases(arguments, CASES[case])}")
     result = elastrata("train", str(recipe), *overrides, "--name", name)
-    entries = history.read(Storage(result["run_dir"]).sub("history"))
+    entries = history.read_entries(Storage(result["run_dir"]).sub("history"))
     steps = history.effective_steps(entries)
     dense = round(arguments.steps * arguments.dense_share)
     ends = [arguments.steps] if case == DENSE else [arguments.steps - dense, arguments.steps]

@@ -51,7 +51,7 @@ def changes(wikitext: Path, scratch: Path, steps: int) -> dict[str, Any]:
 
 def seconds_over_training(result: SweepResult) -> list[float]:
     """Return the seconds from each trial's suggestion to its end, without steps and evaluations."""
-    entries = history.read(Storage(result.folder).sub(JOURNAL))
+    entries = history.read_entries(Storage(result.folder).sub(JOURNAL))
     begins = {e["trial"]: e["time"] for e in entries if e["kind"] == "suggested"}
     ends = {e["trial"]: e["time"] for e in entries if e["kind"] == "concluded"}
     trials = result.standings.trials

@@ -57,7 +57,7 @@ from harness import (
 
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
 from elastrata_workloads.unpadded.masked_lm import MaskedTransformer
@@ -175,7 +175,7 @@ def padded_flops(recipe: Recipe, length: int) -> int:
     """
     workload = recipe.workload
     assert isinstance(workload, MaskedTransformer)
-    spec = workload.model_spec(training_data(recipe).train.manifest.vocabulary, length)
+    spec = workload.model_spec(find_training_data(recipe).train.manifest.vocabulary, length)
     return int(spec.training_flops([length] * BATCH_SIZE, BATCH_SIZE * length))
 
 
@@ -217,7 +217,7 @@ def prepare_trainers(
     if not (scratch / "memmap").exists():
         write_arrays(data, scratch / "memmap")
     recipe = load_recipe(str(scratch / "recipe.yaml"), [])
-    manifest = training_data(recipe).train.manifest
+    manifest = find_training_data(recipe).train.manifest
     torch.manual_seed(recipe.seed)
     model = recipe.workload.build_model(manifest.vocabulary, manifest.seq_len)
     recipe.workload.export(

@@ -42,10 +42,10 @@ from elastrata.optim.optimizer import build_optimizer, set_learning_rate
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.clip import build_clip
-from elastrata.step.evaluate import evaluate, held_out_step
+from elastrata.step.evaluate import evaluate, evaluation_step
 from elastrata.step.forward_backward import WholeModel
 from elastrata.step.train_step import train_step
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.payload import StepLayout, decode, encode
 from elastrata_pipelines.rows import Rows
@@ -98,7 +98,7 @@ STEPS_OF = {DEALT: dealt_steps, DRAWN: drawn_steps}
 def train(name: str, recipe: Recipe) -> Curve:
     """Train one run in this process."""
     torch.set_num_threads(1)
-    data = training_data(recipe)
+    data = find_training_data(recipe)
     (validation,) = data.held_out
     assert validation is not None
     vocabulary, workload, device = data.train.manifest.vocabulary, recipe.workload, "cpu"
@@ -106,7 +106,7 @@ def train(name: str, recipe: Recipe) -> Curve:
     model = workload.build_model(vocabulary, data.train.manifest.seq_len)
     optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
     clip, forward_backward = build_clip(recipe.clip, model), WholeModel(model, workload)
-    held_out = held_out_step(
+    held_out = evaluation_step(
         validation, samples=recipe.evaluation.samples, rank=0, num_ranks=1
     ).micro_batches
     tokens, curve = 0, []
@@ -126,7 +126,7 @@ def train(name: str, recipe: Recipe) -> Curve:
 def batch_figures(name: str, recipe: Recipe) -> dict[str, float]:
     """Return the tokens of a run's batches, and the rare words that two of their samples share."""
     tokens, shared = [], []
-    for micro_batches in STEPS_OF[name](training_data(recipe).train, recipe):
+    for micro_batches in STEPS_OF[name](find_training_data(recipe).train, recipe):
         tokens.append(sum(len(rows.tokens) for rows in micro_batches))
         samples = [
             set(sample[sample >= RARE].tolist())

@@ -37,12 +37,12 @@ from harness import NATURAL_LENGTH, on_ranks, parser_of, prepare_natural_lengths
 from elastrata.optim.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata.workload.workload import Workload
 from elastrata_pipelines import baselines
-from elastrata_pipelines.balance import ordered_batches
+from elastrata_pipelines.balance import batches_of_order
 from elastrata_pipelines.batches import Batches, Start
-from elastrata_pipelines.deal import Hand, Ints, cut_hands, deal
+from elastrata_pipelines.deal import Hand, Ints, deal, split_into_micro_batches
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.hashing import mix
 from elastrata_pipelines.payload import decode
@@ -115,12 +115,12 @@ def hands_of(batches: Batches, lengths: Ints, ranks: int) -> dict[str, Sequence[
     def cut_shares(shares: Sequence[Ints]) -> Sequence[Hand]:
         # Longest first, as the deal sorts rows, so that schemes differ only in the distribution.
         by_length = [rows[np.argsort(-lengths[rows], kind="stable")] for rows in shares]
-        return cut_hands(by_length, lengths, [budget] * len(by_length))
+        return split_into_micro_batches(by_length, lengths, [budget] * len(by_length))
 
     return {
         DEAL: dealt_shares,
-        STRATIFIED: cut_shares(baselines.stratified(lengths, ranks)),
-        RANDOM: cut_shares(baselines.random(lengths, ranks)),
+        STRATIFIED: cut_shares(baselines.assign_stratified(lengths, ranks)),
+        RANDOM: cut_shares(baselines.assign_consecutive(lengths, ranks)),
         # Equal work on every rank.
         CONTROL: [dealt_shares[0]] * ranks,
     }
@@ -170,7 +170,7 @@ class Trainer:
 
 def on_rank(rank: int, ranks: int, data: str, steps: int) -> dict[str, list[Taken]]:
     recipe = recipe_of(data, SAMPLES_EACH * ranks, steps + WARM_UP)
-    batches = training_data(recipe).train
+    batches = find_training_data(recipe).train
     trainer = Trainer(recipe, batches.manifest.vocabulary)
     shares: dict[str, list[Taken]] = {}
     for number, rows in enumerate(whole_batches(batches, recipe)):
@@ -258,11 +258,11 @@ def estimate(by_scheme: Sequence[Sequence[Sequence[Taken]]]) -> dict[str, Any]:
 def forms(data: str, ranks: int) -> dict[str, Any]:
     """Return padding and FLOPs per token of text over one epoch of batches."""
     recipe = recipe_of(data, SAMPLES_EACH * ranks, 1)
-    batches = training_data(recipe).train
+    batches = find_training_data(recipe).train
     stored = batches.manifest.read_lengths(Storage(data))
     steps = len(stored) // recipe.batch_size
     lengths_by_form: dict[str, list[Ints]] = {}
-    for unsorted in ordered_batches(
+    for unsorted in batches_of_order(
         stored, batches.order, batch_size=recipe.batch_size, steps=steps
     ):
         shares_by_scheme = hands_of(batches, unsorted, ranks)
@@ -309,7 +309,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         data = prepare_natural_lengths(arguments.wikitext, Path(scratch) / "data")
-        manifest = training_data(recipe_of(data, SAMPLES_EACH, 1)).train.manifest
+        manifest = find_training_data(recipe_of(data, SAMPLES_EACH, 1)).train.manifest
         figures = {
             "corpus": {
                 "samples": manifest.samples,

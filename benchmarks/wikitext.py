@@ -21,8 +21,8 @@ from harness import RESULTS, elastrata, parser_of, wikitext_source, write_result
 from elastrata.recipe.file import load_recipe
 from elastrata.run import history
 from elastrata.run.pictures import FOLDER, LOSS_CURVE
-from elastrata.step.evaluate import EVALUATION_SEED, held_out_step
-from elastrata.trainer.preflight import training_data
+from elastrata.step.evaluate import EVALUATION_SEED, evaluation_step
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.storage import Storage
 
 RECIPE, CURVE_POINTS = "bert/wikitext-mini", 100
@@ -31,9 +31,9 @@ RECIPE, CURVE_POINTS = "bert/wikitext-mini", 100
 def most_frequent_accuracy(overrides: list[str]) -> float:
     """Return the accuracy of predicting the most frequent masked token."""
     recipe = load_recipe(RECIPE, overrides)
-    (held_out,) = training_data(recipe).held_out
+    (held_out,) = find_training_data(recipe).held_out
     assert held_out is not None
-    rows = held_out_step(
+    rows = evaluation_step(
         held_out, samples=recipe.evaluation.samples, rank=0, num_ranks=1
     ).micro_batches
     vocabulary = held_out.manifest.vocabulary
@@ -87,7 +87,7 @@ def main() -> None:
 
 def curves(run: Storage) -> dict[str, Any]:
     """Return validation figures, and the training loss as means over equal spans of steps."""
-    entries = history.read(run.sub("history"))
+    entries = history.read_entries(run.sub("history"))
     steps = history.effective_steps(entries)
     evaluations = [
         {"step": entry["step"], "loss": entry["eval/loss"], "accuracy": entry["eval/mlm_accuracy"]}

@@ -58,7 +58,7 @@ def measure_balance(
         least_imbalances.append(_least_imbalance(lengths, workers, work))
         random_imbalances.append(_random_imbalance(lengths, workers, work))
         counts.append(len(batch_deal.hands[0].cuts) - 1)
-        padded += padded_tokens(batch_deal.hands, lengths)
+        padded += tokens_with_padding(batch_deal.hands, lengths)
         # As many micro-batches as the deal has, for a fair comparison.
         padded_random += _padded_random(lengths, _num_filled(batch_deal.hands))
         rows, tokens = rows + len(lengths), tokens + int(lengths.sum())
@@ -91,7 +91,7 @@ def _random_imbalance(lengths: Ints, workers: int, work: WorkModel) -> float:
     return max(loads) * workers / sum(loads)
 
 
-def padded_tokens(hands: Iterable[Hand], lengths: Ints) -> int:
+def tokens_with_padding(hands: Iterable[Hand], lengths: Ints) -> int:
     """Return the tokens of all micro-batches if each is padded to its longest row.
 
     Args:
@@ -116,7 +116,7 @@ def _padded_random(lengths: Ints, num_micro_batches: int) -> int:
     return sum(len(part) * int(part.max()) for part in parts)
 
 
-def ordered_batches(
+def batches_of_order(
     lengths: npt.NDArray[np.int32], order: Order, *, batch_size: int, steps: int
 ) -> Iterator[Ints]:
     """Yield the lengths of the first `steps` global batches of an order.
@@ -133,7 +133,7 @@ def ordered_batches(
         yield lengths[places.stripes * order.stripe_size + places.rows].astype(np.int64)
 
 
-def mixed_batches(
+def batches_of_mixture(
     lengths: Sequence[npt.NDArray[np.int32]], order: MixedOrder, *, batch_size: int, steps: int
 ) -> Iterator[Ints]:
     """Yield the lengths of the first `steps` global batches of a mixture.
@@ -157,7 +157,7 @@ def mixed_batches(
         yield batch
 
 
-def drawn_batches(
+def draw_batches(
     histogram: npt.ArrayLike, *, batch_size: int, steps: int, seed: int = 0
 ) -> Iterator[Ints]:
     """Yield random batches of lengths, where `histogram[s]` is the number of samples of length

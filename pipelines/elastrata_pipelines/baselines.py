@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elastrata_pipelines.balance import padded_tokens
-from elastrata_pipelines.deal import Ints, WorkModel, cut_hands, deal
+from elastrata_pipelines.balance import tokens_with_padding
+from elastrata_pipelines.deal import Ints, WorkModel, deal, split_into_micro_batches
 
 
-def random(lengths: Ints, num_ranks: int) -> list[Ints]:
+def assign_consecutive(lengths: Ints, num_ranks: int) -> list[Ints]:
     """Give every rank equally many consecutive rows, as PyTorch's DistributedSampler does."""
     return np.array_split(np.arange(len(lengths), dtype=np.int64), num_ranks)
 
 
-def stratified(lengths: Ints, num_ranks: int) -> list[Ints]:
+def assign_stratified(lengths: Ints, num_ranks: int) -> list[Ints]:
     """Give every rank one row of each stratum; a stratum is `num_ranks` rows of similar length.
 
     This is the stratification of MLPerf BERT (arXiv 2402.02447) with the finest possible strata.
@@ -27,13 +27,13 @@ def stratified(lengths: Ints, num_ranks: int) -> list[Ints]:
     return _rows_of_ranks(np.concatenate(strata), rank_of_row, num_ranks)
 
 
-def exchanged_in_nodes(lengths: Ints, num_ranks: int, ranks_per_node: int) -> list[Ints]:
+def assign_exchanged_in_nodes(lengths: Ints, num_ranks: int, ranks_per_node: int) -> list[Ints]:
     """Stratify rows, then let the ranks of each node sort their rows and deal them in alternating
     order.
 
     This is the stratification and exchange of MLPerf BERT (arXiv 2402.02447).
     """
-    shares = stratified(lengths, num_ranks)
+    shares = assign_stratified(lengths, num_ranks)
     exchanged = []
     for first in range(0, num_ranks, ranks_per_node):
         node = shares[first : first + ranks_per_node]
@@ -43,7 +43,7 @@ def exchanged_in_nodes(lengths: Ints, num_ranks: int, ranks_per_node: int) -> li
     return exchanged
 
 
-def sorted_round_robin(lengths: Ints, num_ranks: int) -> list[Ints]:
+def assign_round_robin(lengths: Ints, num_ranks: int) -> list[Ints]:
     """Sort the whole batch by length and deal it in turn: 0 1 2 0 1 2.
 
     This is the exchange over all ranks of MLPerf BERT (arXiv 2402.02447) without reversal.
@@ -52,7 +52,7 @@ def sorted_round_robin(lengths: Ints, num_ranks: int) -> list[Ints]:
     return _rows_of_ranks(by_length, np.arange(len(lengths)) % num_ranks, num_ranks)
 
 
-def sorted_to_and_fro(lengths: Ints, num_ranks: int) -> list[Ints]:
+def assign_alternating(lengths: Ints, num_ranks: int) -> list[Ints]:
     """Sort the whole batch by length and deal it in alternating order: 0 1 2 2 1 0.
 
     This is the exchange over all ranks of MLPerf BERT (arXiv 2402.02447) with reversal.
@@ -61,7 +61,7 @@ def sorted_to_and_fro(lengths: Ints, num_ranks: int) -> list[Ints]:
     return _rows_of_ranks(by_length, _alternating_ranks(len(lengths), num_ranks), num_ranks)
 
 
-def first_fit(lengths: Ints, capacity: int) -> Ints:
+def pack_first_fit(lengths: Ints, capacity: int) -> Ints:
     """Return the bin of each row, shape [B]: longest row first, each to the first bin with room for
     it.
 
@@ -124,7 +124,7 @@ class _DividedBatch:
     """Work of each rank."""
     micro_batches: int
     """Micro-batches of each rank."""
-    padded_tokens: int
+    tokens_with_padding: int
     """Tokens of all ranks, including padding."""
 
 
@@ -185,11 +185,13 @@ def _deal(workers: int, work: WorkModel, tokens_per_micro_batch: int) -> Scheme:
 
 def _others(workers: int, ranks_per_node: int) -> dict[str, Scheme]:
     return {
-        "random": lambda lengths: random(lengths, workers),
-        "stratified": lambda lengths: stratified(lengths, workers),
-        "exchanged_in_nodes": lambda lengths: exchanged_in_nodes(lengths, workers, ranks_per_node),
-        "sorted_round_robin": lambda lengths: sorted_round_robin(lengths, workers),
-        "sorted_to_and_fro": lambda lengths: sorted_to_and_fro(lengths, workers),
+        "random": lambda lengths: assign_consecutive(lengths, workers),
+        "stratified": lambda lengths: assign_stratified(lengths, workers),
+        "exchanged_in_nodes": lambda lengths: assign_exchanged_in_nodes(
+            lengths, workers, ranks_per_node
+        ),
+        "sorted_round_robin": lambda lengths: assign_round_robin(lengths, workers),
+        "sorted_to_and_fro": lambda lengths: assign_alternating(lengths, workers),
     }
 
 
@@ -205,12 +207,12 @@ def _balance(scheme: str, shared: Sequence[_DividedBatch], tokens: int) -> Schem
 
 
 def _divide(rows: Sequence[Ints], lengths: Ints, work: WorkModel, budget: int) -> _DividedBatch:
-    rank_hands = cut_hands(rows, lengths, [budget] * len(rows))
+    rank_hands = split_into_micro_batches(rows, lengths, [budget] * len(rows))
     costs = work(lengths)
     return _DividedBatch(
         loads=np.array([costs[hand.rows].sum() for hand in rank_hands], dtype=np.int64),
         micro_batches=len(rank_hands[0].cuts) - 1,
-        padded_tokens=padded_tokens(rank_hands, lengths),
+        padded_tokens=tokens_with_padding(rank_hands, lengths),
     )
 
 
@@ -218,7 +220,7 @@ def _divide_packed(
     lengths: Ints, num_ranks: int, work: WorkModel, seq_len: int, budget: int
 ) -> _DividedBatch:
     """Pack rows into bins, which are padded to `seq_len` and dealt in turn."""
-    num_bins = int(first_fit(lengths, seq_len).max()) + 1
+    num_bins = int(pack_first_fit(lengths, seq_len).max()) + 1
     bins_of_ranks = np.bincount(np.arange(num_bins) % num_ranks, minlength=num_ranks)
     bins_per_micro_batch = max(1, budget // seq_len)
     return _DividedBatch(

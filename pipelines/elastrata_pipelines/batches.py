@@ -15,7 +15,7 @@ from elastrata_pipelines.groups import BatchSizeWarmup, Group, Groups
 from elastrata_pipelines.mixture import MixedOrder, MixedPlaces, Mixture
 from elastrata_pipelines.order import Ints, Order
 from elastrata_pipelines.payload import Counts, StepLayout, encode
-from elastrata_pipelines.speeds import RankKind, RankKinds, Speeds, different
+from elastrata_pipelines.speeds import RankKind, RankKinds, Speeds, distinct_kinds
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stripes import MixedStripes, Reader, Stripes
 from elastrata_pipelines.virtual_ranks import deal_to_virtual
@@ -219,9 +219,9 @@ class Batches:
         """
         if not self.larger_budgets:
             return ()
-        rows: dict[RankKind, list[Ints]] = {kind: [] for kind in different(kinds)}
+        rows: dict[RankKind, list[Ints]] = {kind: [] for kind in distinct_kinds(kinds)}
         for kind, hand in zip(
-            kinds or different(()) * len(step_deal.hands), step_deal.hands, strict=True
+            kinds or distinct_kinds(()) * len(step_deal.hands), step_deal.hands, strict=True
         ):
             rows[kind].append(hand.rows)
         return tuple(self._counts_of(lengths, *of_kind) for of_kind in rows.items())

@@ -114,7 +114,7 @@ def file_size(storage: Storage, *parts: str) -> int:
         raise
     # Every kind of store raises errors of other classes.
     except Exception as error:
-        raise UserError(f"{where}: cannot be read ({reason(error)})") from None
+        raise UserError(f"{where}: cannot be read ({describe_error(error)})") from None
     # Opening a pipe would wait forever.
     if not stat.S_ISREG(status.st_mode):
         kind = "folder" if stat.S_ISDIR(status.st_mode) else "device, pipe or socket"
@@ -122,15 +122,15 @@ def file_size(storage: Storage, *parts: str) -> int:
     return status.st_size
 
 
-def reason(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return, in one line, why a file cannot be read."""
     if isinstance(error, OSError) and error.errno is not None:
         return _REASONS.get(error.errno) or error.strerror or type(error).__name__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return printable(lines[0]) if lines else type(error).__name__
+    return make_printable(lines[0]) if lines else type(error).__name__
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Return a text as one line of limited length, with control characters escaped."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:_LONGEST_REASON])
     return line if len(text) <= _LONGEST_REASON else f"{line}..."
@@ -153,7 +153,7 @@ def parse_json(data: bytes | str, where: str) -> Any:
         raise UserError(f"{where}: nested deeper than {MOST_DEPTH} levels (altered)") from None
     # UnicodeDecodeError is a ValueError, too.
     except ValueError as error:
-        raise UserError(f"{where}: not JSON (torn or altered): {reason(error)}") from None
+        raise UserError(f"{where}: not JSON (torn or altered): {describe_error(error)}") from None
     if _is_deeper(value, MOST_DEPTH):
         raise UserError(f"{where}: nested deeper than {MOST_DEPTH} levels (altered)")
     return value
@@ -189,7 +189,7 @@ def _unreadable(where: str, error: Exception) -> UserError:
     # Only these errors are certain to stay; any other one is worth a retry.
     is_final = isinstance(error, OSError) and error.errno in (*_REASONS, errno.ENOENT)
     return (UserError if is_final else UnreadableError)(
-        f"{where}: cannot be read ({reason(error)})"
+        f"{where}: cannot be read ({describe_error(error)})"
     )
 
 
@@ -219,7 +219,7 @@ def _lines(error: ValidationError) -> list[str]:
 
 
 def _line(detail: Any) -> str:
-    field = printable(".".join(map(str, detail["loc"]))) or "the whole"
+    field = make_printable(".".join(map(str, detail["loc"]))) or "the whole"
     message = detail["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if detail["type"] in ("missing", "extra_forbidden"):

@@ -9,9 +9,9 @@ import re
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from elastrata_pipelines.url_secrets import refuse_secrets, without_secrets
+from elastrata_pipelines.url_secrets import hide_unrecorded_parts, refuse_secrets
 
-__all__ = ["MOST_CHARACTERS", "refuse_secrets", "refuse_unprintable", "without_secrets"]
+__all__ = ["MOST_CHARACTERS", "hide_unrecorded_parts", "refuse_secrets", "refuse_unprintable"]
 MOST_CHARACTERS = 4096
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 

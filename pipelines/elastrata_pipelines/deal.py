@@ -43,10 +43,12 @@ class WorkModel:
         """Return the work of samples of these lengths, element by element."""
         s = np.asarray(lengths, dtype=np.int64)
         whole: Ints = s * (self.linear + self.quadratic * s)
-        return whole + self.windowed * pairs_within(s, self.window) if self.windowed else whole
+        return (
+            whole + self.windowed * count_pairs_within(s, self.window) if self.windowed else whole
+        )
 
 
-def pairs_within(lengths: Ints, window: int) -> Ints:
+def count_pairs_within(lengths: Ints, window: int) -> Ints:
     """Return the number of ordered token pairs at most `window` apart in samples of these lengths.
 
     With m = min(window, s - 1), every token of a sample of s tokens pairs with itself and m tokens
@@ -133,10 +135,10 @@ def deal(
         rows, imbalance = _assign_by_speed(by_length, lengths, work, rank_speeds, each, multiple)
     else:
         rows, imbalance = _assign_equally(by_length, lengths, work, num_ranks)
-    return Deal(hands=cut_hands(rows, lengths, each, multiple), imbalance=imbalance)
+    return Deal(hands=split_into_micro_batches(rows, lengths, each, multiple), imbalance=imbalance)
 
 
-def cut_hands(
+def split_into_micro_batches(
     rows: Sequence[Ints], lengths: Ints, budgets: Sequence[int], multiple: int = 1
 ) -> tuple[Hand, ...]:
     """Divide each rank's rows, in their order, into the smallest common number of micro-batches.
@@ -149,7 +151,7 @@ def cut_hands(
     """
     count = num_micro_batches(rows, lengths, budgets, multiple)
     return tuple(
-        Hand(rows=rank_rows, cuts=cut(lengths[rank_rows], count, budget))
+        Hand(rows=rank_rows, cuts=cut_into_parts(lengths[rank_rows], count, budget))
         for rank_rows, budget in zip(rows, budgets, strict=True)
     )
 
@@ -157,9 +159,10 @@ def cut_hands(
 def num_micro_batches(
     rows: Sequence[Ints], lengths: Ints, budgets: Sequence[int], multiple: int = 1
 ) -> int:
-    """Return the number of micro-batches into which `cut_hands` divides the rows of every rank."""
+    """Return the number of micro-batches of every rank, as `split_into_micro_batches` makes
+    them."""
     each = zip(rows, budgets, strict=True)
-    count = max(greedy_count(lengths[rank_rows], budget) for rank_rows, budget in each)
+    count = max(count_greedy_parts(lengths[rank_rows], budget) for rank_rows, budget in each)
     return count + -count % multiple
 
 
@@ -170,7 +173,7 @@ def _assign_equally(
     if num_ranks == 1:
         return [rows], 1.0
     costs = work(lengths[rows])
-    ranks = least_loaded(costs, num_ranks)
+    ranks = assign_least_loaded(costs, num_ranks)
     parts = _group_by_rank(rows, ranks, num_ranks)
     loads = np.bincount(ranks, weights=costs, minlength=num_ranks)
     mean = loads.mean()
@@ -212,7 +215,7 @@ def _group_by_rank(rows: Ints, ranks: Ints, num_ranks: int) -> list[Ints]:
     return np.split(grouped, np.cumsum(np.bincount(ranks, minlength=num_ranks))[:-1])
 
 
-def least_loaded(costs: Ints, num_ranks: int) -> Ints:
+def assign_least_loaded(costs: Ints, num_ranks: int) -> Ints:
     """Return the rank of each row: rows in the given order, each to the rank with the least cost so
     far.
 
@@ -228,17 +231,17 @@ def least_loaded(costs: Ints, num_ranks: int) -> Ints:
     return np.array(ranks, dtype=np.int64)
 
 
-def greedy_count(lengths: Ints, budget: int) -> int:
+def count_greedy_parts(lengths: Ints, budget: int) -> int:
     """Return the number of micro-batches, at least 1, if rows are taken in order while they fit."""
     return len(_greedy_starts(lengths, budget))
 
 
-def cut(lengths: Ints, num_micro_batches: int, budget: int) -> Ints:
+def cut_into_parts(lengths: Ints, num_micro_batches: int, budget: int) -> Ints:
     """Divide rows, in order, into parts of about equal tokens that hold at most `budget` each.
 
     Args:
         lengths: tokens of each row.
-        num_micro_batches: number of parts, at least `greedy_count` of the same rows.
+        num_micro_batches: number of parts, at least `count_greedy_parts` of the same rows.
         budget: maximum number of tokens in a part.
 
     Returns:

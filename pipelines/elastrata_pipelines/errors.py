@@ -39,7 +39,7 @@ class UserError(Exception):
         return type(self), self.problems
 
 
-def in_one_line(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Return a text, such as a file name, with its unprintable characters escaped."""
     if text.isprintable():
         return text
@@ -49,7 +49,7 @@ def in_one_line(text: str) -> str:
     )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint at the known name closest to `name`, for the end of a message; may be empty."""
     if len(name) > _MOST_COMPARED:
         return ""

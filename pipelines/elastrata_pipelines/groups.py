@@ -51,7 +51,7 @@ def steps_of_equal_size(step: int, most: int, *, full: int, warmup: BatchSizeWar
     return max(1, min(most, first_larger - step))
 
 
-def samples_in(steps: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
+def count_samples(steps: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
     """Return the number of samples in the first `steps` steps."""
     warming = min(steps, warmup.steps) if warmup else 0
     if warmup is None:
@@ -60,13 +60,13 @@ def samples_in(steps: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
     return warming * warmup.start + sizes * warmup.multiple + (steps - warming) * full
 
 
-def steps_for(samples: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
+def count_steps_for(samples: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
     """Return the smallest number of steps with `samples` samples.
 
     The result is at least 1, and more than the number of warm-up steps.
     """
     warming = warmup.steps if warmup else 0
-    grown = samples_in(warming, full=full, warmup=warmup)
+    grown = count_samples(warming, full=full, warmup=warmup)
     return warming + max(1, -(-(samples - grown) // full))
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from elastrata_pipelines.balance import Balance, drawn_batches, measure_balance, ordered_batches
+from elastrata_pipelines.balance import Balance, batches_of_order, draw_batches, measure_balance
 from elastrata_pipelines.baselines import SchemeBalance, compare
-from elastrata_pipelines.checked_json import read_bytes, reason
+from elastrata_pipelines.checked_json import describe_error, read_bytes
 from elastrata_pipelines.deal import Ints, WorkModel
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import (
@@ -29,7 +29,7 @@ from elastrata_pipelines.format import (
 from elastrata_pipelines.format.manifest import TOKENIZER_DIR
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.payload import StepLayout, decode, encode
-from elastrata_pipelines.preparation.provenance import Provenance, total
+from elastrata_pipelines.preparation.provenance import Provenance, sum_counts
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.storage import Storage
 
@@ -48,7 +48,7 @@ class Excerpt:
     """Text of the sample as the model sees it in the first epoch; None if it was not requested."""
 
 
-def some_rows(storage: Storage, manifest: Manifest, count: int) -> Rows:
+def read_some_rows(storage: Storage, manifest: Manifest, count: int) -> Rows:
     """Return `count` samples, or all if there are fewer, spread over the first stripe.
 
     Raises:
@@ -63,7 +63,7 @@ def some_rows(storage: Storage, manifest: Manifest, count: int) -> Rows:
     return step.rows
 
 
-def excerpts(storage: Storage, rows: Rows, seen: Sequence[int] | None = None) -> list[Excerpt]:
+def make_excerpts(storage: Storage, rows: Rows, seen: Sequence[int] | None = None) -> list[Excerpt]:
     """Return rows as text, decoded by the data set's tokenizer.
 
     Args:
@@ -115,7 +115,7 @@ def _tokenizer(storage: Storage) -> Any:
         raise
     # tokenizers raises plain Exception.
     except Exception as error:
-        raise UserError(f"{where}: not a tokenizer ({reason(error)})") from None
+        raise UserError(f"{where}: not a tokenizer ({describe_error(error)})") from None
 
 
 _REASON_NOT_KEPT = "reason not kept"
@@ -183,7 +183,7 @@ def _account(
         weight=entry["weight"],
         documents=entry["documents"],
         held_out=held_out["documents"] if held_out else 0,
-        skipped=total([entry["documents_skipped"]]),
+        skipped=sum_counts([entry["documents_skipped"]]),
         samples=entry["samples"],
         tokens=tokens,
         share=tokens / total_tokens,
@@ -271,7 +271,7 @@ def inspect(
         window_stripes=window_stripes,
         seed=seed,
     )
-    batches = list(ordered_batches(lengths, order, batch_size=batch_size, steps=steps))
+    batches = list(batches_of_order(lengths, order, batch_size=batch_size, steps=steps))
     return _inspection(manifest, batches, workers, tokens_per_micro_batch, work, ranks_per_node)
 
 
@@ -350,7 +350,7 @@ def advise(
     for _ in range(_ADVICE_DOUBLINGS):
         larger *= 2
         balance = measure_balance(
-            drawn_batches(histogram, batch_size=larger, steps=_ADVICE_STEPS),
+            draw_batches(histogram, batch_size=larger, steps=_ADVICE_STEPS),
             workers=workers,
             # Room for a whole batch: the limit is no concern here.
             tokens_per_micro_batch=larger * len(histogram),

@@ -39,7 +39,7 @@ _AT_ONCE = 2**20
 """Positions that are drawn in one call."""
 
 
-def in_units(shares: Sequence[float | Fraction]) -> tuple[int, ...]:
+def shares_to_units(shares: Sequence[float | Fraction]) -> tuple[int, ...]:
     """Convert shares to whole numbers that add up to `UNITS`.
 
     Each result is off by less than one: the largest remainders are rounded up. A positive share
@@ -160,7 +160,7 @@ def _without(shares: Sequence[int], source: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnSamples:
     """Samples by source: two arrays of equal length with one entry per requested position."""
 
     sources: Ints
@@ -222,9 +222,9 @@ class Mixture:
         stretch = _plan(self).stretch_at(position)
         return tuple(stretch.counts_at(position)[: self.num_sources])
 
-    def draw(self, first: int, count: int) -> Drawn:
+    def draw(self, first: int, count: int) -> DrawnSamples:
         """Return the samples at positions first .. first + count - 1."""
-        plan, parts = _plan(self), list[Drawn]()
+        plan, parts = _plan(self), list[DrawnSamples]()
         position, stop = first, first + count
         while position < stop:
             stretch = plan.stretch_at(position)
@@ -232,7 +232,7 @@ class Mixture:
             parts.append(stretch.draw(position, end - position))
             position = end
         nothing = np.empty(0, np.int64)
-        return Drawn(
+        return DrawnSamples(
             np.concatenate([part.sources for part in parts] or [nothing]),
             np.concatenate([part.numbers for part in parts] or [nothing]),
         )
@@ -344,7 +344,7 @@ class _Stretch:
                 owed[node] = self._left(node, positions)[1] * UNITS // self.sums[node]
         return tuple(owed)
 
-    def draw(self, position: int, count: int) -> Drawn:
+    def draw(self, position: int, count: int) -> DrawnSamples:
         """Return the samples at `count` positions from `position` on, all inside the stretch."""
         sources, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
         counts = self.counts_at(position)
@@ -359,7 +359,7 @@ class _Stretch:
         for source in range(self.tree.num_sources):
             sources[places[source]] = source
             numbers[places[source]] = counts[source] + np.arange(len(places[source]))
-        return Drawn(sources, numbers)
+        return DrawnSamples(sources, numbers)
 
 
 @dataclass(frozen=True)
@@ -419,7 +419,7 @@ def _build_tree(mixture: Mixture) -> _Tree:
     return _Tree(mixture.num_sources, tuple(children))
 
 
-def within_limits(
+def apply_limits(
     mixture: Mixture, most: Sequence[int | None], *, since: int, samples: int
 ) -> Mixture:
     """Return the mixture with the shares of exhausted sources given to the others.
@@ -448,7 +448,7 @@ def within_limits(
         mixture = mixture.without(source, position)
 
 
-def evenly(total: int, most: Sequence[int]) -> list[int]:
+def divide_evenly(total: int, most: Sequence[int]) -> list[int]:
     """Divide `total` samples among sources as evenly as their sizes allow.
 
     Args:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastrata_pipelines.deal import cut
+from elastrata_pipelines.deal import cut_into_parts
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.shard import values_of
 from elastrata_pipelines.rows import Rows
@@ -24,7 +24,7 @@ Counts = tuple[Mapping[int, int], ...]
 kind."""
 
 
-class MisdealtError(UserError):
+class WrongStepError(UserError):
     """A rank received rows of another rank, or of a step that is not the next one."""
 
 
@@ -84,7 +84,7 @@ class RankStep:
         needed = (
             kind_counts[budget] for kind_counts, budget in zip(self.counts, budgets, strict=True)
         )
-        return replace(self, cuts=cut(self.rows.lengths, max(needed), budgets[kind]))
+        return replace(self, cuts=cut_into_parts(self.rows.lengths, max(needed), budgets[kind]))
 
     @property
     def micro_batches(self) -> list[Rows]:
@@ -159,7 +159,7 @@ def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
         )
 
 
-def in_turn(
+def check_order(
     steps: Iterable[RankStep], rank: int, num_ranks: int, *, done: int, last: int
 ) -> Iterator[RankStep]:
     """Yield a rank's steps, and check that each one is this rank's and the next one.
@@ -179,19 +179,19 @@ def in_turn(
     tail = "Ray Data hands out blocks in another order than this Elastrata relies on"
     for step in steps:
         if (step.rank, step.num_ranks) != (rank, num_ranks):
-            raise MisdealtError(
+            raise WrongStepError(
                 f"step {step.step}: rank {rank} of {num_ranks} got what was dealt to rank "
                 f"{step.rank} of {step.num_ranks}: {tail}"
             )
         if step.step != done + 1:
-            raise MisdealtError(
+            raise WrongStepError(
                 f"step {step.step}: rank {rank} of {num_ranks} got it after step {done}, expected "
                 f"step {done + 1}: {tail}"
             )
         done = step.step
         yield step
     if done < last:
-        raise MisdealtError(
+        raise WrongStepError(
             f"step {done + 1}: rank {rank} of {num_ranks} got nothing after step {done} of {last}: "
             f"{tail}"
         )

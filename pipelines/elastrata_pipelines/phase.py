@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from elastrata_pipelines.batches import Batches, Start
-from elastrata_pipelines.groups import BatchSizeWarmup, Groups, samples_in
-from elastrata_pipelines.mixture import Mixture, within_limits
+from elastrata_pipelines.groups import BatchSizeWarmup, Groups, count_samples
+from elastrata_pipelines.mixture import Mixture, apply_limits
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -26,7 +26,7 @@ class PhaseSize:
 
     def samples(self, steps: int) -> int:
         """Return the number of samples in the first `steps` steps."""
-        return samples_in(steps, full=self.batch_size, warmup=self.warmup)
+        return count_samples(steps, full=self.batch_size, warmup=self.warmup)
 
     def counts(self, steps: int) -> tuple[int, ...]:
         """Return the number of samples of each source in the first `steps` steps."""
@@ -115,9 +115,7 @@ class Phase:
         )
 
 
-def one_after_another(
-    phases: Iterable[Phase], origin: Origin[str] | None = None
-) -> tuple[Phase, ...]:
+def place_phases(phases: Iterable[Phase], origin: Origin[str] | None = None) -> tuple[Phase, ...]:
     """Return the phases with their placements.
 
     Args:
@@ -151,7 +149,7 @@ def _apply_limits(phase: Phase) -> Phase:
         for limit, first in zip(phase.limits, placement.firsts, strict=True)
     ]
     samples = phase.size.samples(phase.steps)
-    limited_mixture = within_limits(mixture, most, since=placement.first_position, samples=samples)
+    limited_mixture = apply_limits(mixture, most, since=placement.first_position, samples=samples)
     return replace(phase, batches=phase.batches.mixed(limited_mixture))
 
 
@@ -175,7 +173,9 @@ def placements(
             # The origin is inside this phase. The other run may have had other batch sizes before,
             # so only its own count of samples is right.
             before, sample = origin.step - first, origin.samples
-        taken = positions_after(max(first, origin.step if origin else 0), sizes, data, origin)
+        taken = compute_positions_after(
+            max(first, origin.step if origin else 0), sizes, data, origin
+        )
         positions = [taken.get(key, 0) for key in keys]
         if size.mixture is None:
             yield Placement(first_step=first, first_sample=sample, first_position=positions[0])
@@ -193,7 +193,7 @@ def placements(
         first += size.steps
 
 
-def positions_after(
+def compute_positions_after(
     step: int,
     sizes: Sequence[PhaseSize],
     data: Sequence[Sequence[Key]],

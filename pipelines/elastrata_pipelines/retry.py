@@ -27,7 +27,7 @@ _LASTING = (UserError, FileNotFoundError, PermissionError, pa.ArrowException)
 """Errors that a retry cannot fix."""
 
 
-def may_pass(error: BaseException, *, is_local: bool) -> bool:
+def is_temporary(error: BaseException, *, is_local: bool) -> bool:
     """Return whether a read error may be temporary.
 
     Args:
@@ -48,7 +48,7 @@ def with_retries(read: Callable[[], Result], *, is_local: bool) -> Result:
         Exception: the last error that `read` raised.
     """
     return Retrying(
-        retry=retry_if_exception(lambda error: may_pass(error, is_local=is_local)),
+        retry=retry_if_exception(lambda error: is_temporary(error, is_local=is_local)),
         wait=wait_exponential(FIRST_SECONDS, LONGEST_SECONDS),
         stop=stop_after_delay(RETRY_SECONDS),
         sleep=sleep_using_event(Event()),
@@ -56,7 +56,9 @@ def with_retries(read: Callable[[], Result], *, is_local: bool) -> Result:
     )(read)
 
 
-def patiently(action: Callable[[], Result], what: str, warn: Callable[[str], None]) -> Result:
+def retry_storage_action(
+    action: Callable[[], Result], what: str, warn: Callable[[str], None]
+) -> Result:
     """Retry an action while it fails with storage errors, and return its result.
 
     Args:
@@ -108,12 +110,12 @@ class Backoff:
         doublings = min(max(self.failures - 1, 0), 64)
         return min(FIRST_PAUSE_SECONDS * 2.0**doublings, LONGEST_PAUSE_SECONDS)
 
-    def failed(self, now: float) -> Backoff:
+    def after_failure(self, now: float) -> Backoff:
         """Return the state after one more failure."""
         failed = Backoff(failures=self.failures + 1)
         return Backoff(failures=failed.failures, due=now + failed.seconds)
 
-    def retry_due(self, now: float) -> bool:
+    def is_retry_due(self, now: float) -> bool:
         """Return whether the next attempt is due. An attempt in progress does not change the
         result."""
         return self.due is not None and now >= self.due

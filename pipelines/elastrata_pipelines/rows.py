@@ -12,7 +12,7 @@ import numpy.typing as npt
 from elastrata_pipelines.hashing import U64, combine, key, uniform
 
 
-def mixed_ids(sources: npt.ArrayLike, sample_ids: npt.ArrayLike) -> U64:
+def mixture_ids(sources: npt.ArrayLike, sample_ids: npt.ArrayLike) -> U64:
     """Return the identities of a mixture's samples; source numbers and ids broadcast against
     each other."""
     return combine(np.asarray(sources, np.uint64), sample_ids)
@@ -45,7 +45,9 @@ class Rows:
     def identities(self) -> U64:
         """Identity of each sample that is unique in the run, shape [n]."""
         # Two sources may have the same sample ids.
-        return self.sample_ids if self.sources is None else mixed_ids(self.sources, self.sample_ids)
+        return (
+            self.sample_ids if self.sources is None else mixture_ids(self.sources, self.sample_ids)
+        )
 
     def __len__(self) -> int:
         return len(self.sample_ids)

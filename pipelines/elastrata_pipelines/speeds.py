@@ -49,7 +49,7 @@ def equal_speeds(nodes: Sequence[str]) -> SpeedSource:
     return EQUAL
 
 
-def quantized(paces: Sequence[float]) -> Speeds:
+def quantize_speeds(paces: Sequence[float]) -> Speeds:
     """Return the speeds of ranks that do this much work per second.
 
     Every speed is at least 1.
@@ -64,7 +64,9 @@ def quantized(paces: Sequence[float]) -> Speeds:
     return tuple(max(1, round(FULL_SPEED * (pace / fastest))) for pace in paces)
 
 
-def of_groups(paces: Sequence[float], *, copies: int = 1, repeats: int = 1) -> list[float]:
+def paces_of_data_ranks(
+    paces: Sequence[float], *, copies: int = 1, repeats: int = 1
+) -> list[float]:
     """Return the pace of each data rank: the pace of the slowest rank that computes for it.
 
     Args:
@@ -73,10 +75,12 @@ def of_groups(paces: Sequence[float], *, copies: int = 1, repeats: int = 1) -> l
         repeats: number of times that the ranks which have all rows between them are repeated.
     """
     # They wait for each other in every step.
-    return [min(group) for group in members(paces, copies=copies, repeats=repeats)]
+    return [min(group) for group in group_by_data_rank(paces, copies=copies, repeats=repeats)]
 
 
-def members(values: Sequence[Value], *, copies: int = 1, repeats: int = 1) -> list[list[Value]]:
+def group_by_data_rank(
+    values: Sequence[Value], *, copies: int = 1, repeats: int = 1
+) -> list[list[Value]]:
     """Return, for each data rank, the values of the ranks that compute for it.
 
     Args:
@@ -113,12 +117,12 @@ RankKinds = tuple[RankKind, ...]
 """Kind of each data rank; empty if all are alike."""
 
 
-def one_kind(nodes: Sequence[str]) -> RankKinds:
+def equal_kinds(nodes: Sequence[str]) -> RankKinds:
     """Return no kinds: ranks on any nodes are alike."""
     return ()
 
 
-def different(kinds: RankKinds) -> tuple[RankKind, ...]:
+def distinct_kinds(kinds: RankKinds) -> tuple[RankKind, ...]:
     """Return every distinct kind in rank order; the index of a kind is its number."""
     return tuple(dict.fromkeys(kinds)) or (RankKind(),)
 
@@ -131,7 +135,9 @@ def kinds_of_groups(kinds: RankKinds, *, copies: int = 1, repeats: int = 1) -> R
         copies: number of neighbouring ranks that have the same rows.
         repeats: number of times that the ranks which have all rows between them are repeated.
     """
-    return tuple(_combine_kinds(group) for group in members(kinds, copies=copies, repeats=repeats))
+    return tuple(
+        _combine_kinds(group) for group in group_by_data_rank(kinds, copies=copies, repeats=repeats)
+    )
 
 
 def _combine_kinds(kinds: Sequence[RankKind]) -> RankKind:

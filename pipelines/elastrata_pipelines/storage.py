@@ -18,7 +18,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.url_secrets import NO_SECRET, without_secrets
+from elastrata_pipelines.url_secrets import NO_SECRET, hide_unrecorded_parts
 
 _CHUNK_BYTES = 4 * 2**20
 
@@ -34,7 +34,7 @@ def locate(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     Raises:
         UserError: the URL holds a secret, which would be recorded.
     """
-    if (hidden := without_secrets(url)) != url:
+    if (hidden := hide_unrecorded_parts(url)) != url:
         raise UserError(f"{hidden}: {NO_SECRET}")
     if not is_local(url):
         fs, path = url_to_fs(url)
@@ -164,7 +164,7 @@ class Storage:
             self.fs.rm(self.path(*parts), recursive=True)
 
     @contextmanager
-    def without_leftovers(self) -> Iterator[None]:
+    def removing_empty_folders(self) -> Iterator[None]:
         """Run the block, then remove empty local folders that it created on the path to this
         one."""
         path = Path(self.path())
@@ -181,7 +181,7 @@ class Storage:
                         folder.rmdir()
 
     @contextmanager
-    def exclusive(self) -> Iterator[bool]:
+    def hold_lock(self) -> Iterator[bool]:
         """Create the folder, and hold its only lock during the block.
 
         Yields:
@@ -234,7 +234,7 @@ def _locked(folder: Path) -> Iterator[bool | None]:
         os.close(descriptor)
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write a local file completely or not at all.
 
     Raises:

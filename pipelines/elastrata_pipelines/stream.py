@@ -23,7 +23,7 @@ from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Start
 from elastrata_pipelines.groups import Group, Groups
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase
-from elastrata_pipelines.speeds import EQUAL, RankKinds, SpeedSource, equal_speeds, one_kind
+from elastrata_pipelines.speeds import EQUAL, RankKinds, SpeedSource, equal_kinds, equal_speeds
 
 # Zero, because workers may claim all CPUs and would then wait forever for readers that wait for a
 # CPU. `CONCURRENT_READERS` bounds what readers actually take.
@@ -84,7 +84,7 @@ class StreamConfig(ray.train.DataConfig):
         copies: int = 1,
         repeats: int = 1,
         speeds: Callable[[Sequence[str]], SpeedSource] = equal_speeds,
-        kinds: Callable[[Sequence[str]], RankKinds] = one_kind,
+        kinds: Callable[[Sequence[str]], RankKinds] = equal_kinds,
     ) -> None:
         super().__init__()
         self._speeds, self._kinds = speeds, kinds
@@ -105,7 +105,7 @@ class StreamConfig(ray.train.DataConfig):
         nodes = worker_node_ids or [""] * world_size
         speeds, kinds = self._speeds(nodes), self._kinds(nodes)
         for name, dataset in datasets.items():
-            splits = dealt(
+            splits = split_dealt_groups(
                 dataset,
                 self._phases,
                 world_size,
@@ -119,7 +119,7 @@ class StreamConfig(ray.train.DataConfig):
         return parts
 
 
-def dealt(
+def split_dealt_groups(
     dataset: Dataset,
     phases: Sequence[Phase],
     world_size: int,

@@ -50,7 +50,7 @@ def shares_by_speed(
         count: function from the rank of each row to the number of micro-batches of every rank.
     """
     rates = np.asarray(speeds, dtype=np.float64) / FULL_SPEED
-    unlimited = _shares(soonest(costs, rates), costs, rates)
+    unlimited = _shares(assign_soonest(costs, rates), costs, rates)
     tokens, total = int(lengths.sum()), float(costs.sum())
     largest = np.bincount(unlimited.ranks, weights=lengths, minlength=len(rates))
     if not fixed or (largest <= budgets).all():
@@ -63,10 +63,10 @@ def shares_by_speed(
     while (number := number - multiple) >= least:
         room = number * budgets
         # A lower bound, which spares most assignments.
-        expected = seconds_within(total, rates, room * total / tokens) + number * fixed
+        expected = least_seconds_within_room(total, rates, room * total / tokens) + number * fixed
         if expected >= best_seconds:
             break
-        ranks = soonest_with_room(costs, rates, lengths, room)
+        ranks = assign_soonest_with_room(costs, rates, lengths, room)
         if ranks is None:
             break
         shares = _shares(ranks, costs, rates)
@@ -76,7 +76,7 @@ def shares_by_speed(
     return best
 
 
-def soonest(costs: Ints, rates: Floats) -> Ints:
+def assign_soonest(costs: Ints, rates: Floats) -> Ints:
     """Return the rank of each row: rows in the given order, each to the rank that finishes it
     first.
 
@@ -137,7 +137,7 @@ def _resolve_ties(ends: Floats, chosen: Ints, last: float, number: int) -> Ints:
     return np.concatenate([earlier, equal[: number - len(earlier)]])
 
 
-def soonest_with_room(costs: Ints, rates: Floats, lengths: Ints, room: Ints) -> Ints | None:
+def assign_soonest_with_room(costs: Ints, rates: Floats, lengths: Ints, room: Ints) -> Ints | None:
     """Return the same as `soonest`, with at most `room` tokens per rank; None if a row does not
     fit.
 
@@ -159,7 +159,7 @@ def soonest_with_room(costs: Ints, rates: Floats, lengths: Ints, room: Ints) -> 
     return np.array(ranks, dtype=np.int64)
 
 
-def seconds_within(total: float, rates: Floats, most: Floats) -> float:
+def least_seconds_within_room(total: float, rates: Floats, most: Floats) -> float:
     """Return the least time in which ranks do `total` divisible work within their room.
 
     Args:

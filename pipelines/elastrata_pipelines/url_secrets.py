@@ -102,11 +102,11 @@ def refuse_secrets(value: object) -> None:
             refuse_secrets(item)
     elif isinstance(value, str | PathLike):
         text = fspath(value)
-        if isinstance(text, str) and without_secrets(text) != text:
+        if isinstance(text, str) and hide_unrecorded_parts(text) != text:
             raise ValueError(NO_SECRET)
 
 
-def without_secrets(text: str) -> str:
+def hide_unrecorded_parts(text: str) -> str:
     """Return a value with `***` in place of everything in its URL that is not recorded.
 
     Args:

@@ -50,7 +50,7 @@ def deal_to_virtual(
         tokens_per_micro_batch=tokens_per_micro_batch,
         multiple=multiple,
     )
-    rounds = players(virtual_ranks, speeds or (1,) * num_ranks)
+    rounds = assign_virtual_ranks(virtual_ranks, speeds or (1,) * num_ranks)
     rank_hands = tuple(
         _join(_hands_by_round(parts.hands, rounds, rank)) for rank in range(num_ranks)
     )
@@ -62,7 +62,7 @@ def deal_to_virtual(
 
 
 @cache
-def players(virtual_ranks: int, speeds: Speeds) -> tuple[tuple[int, ...], ...]:
+def assign_virtual_ranks(virtual_ranks: int, speeds: Speeds) -> tuple[tuple[int, ...], ...]:
     """Return the ranks that play a virtual rank in each round of a step.
 
     Virtual ranks are numbered in the order of the result: virtual rank 0 belongs to the first rank

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from elastrata.driver.launch import train as train_on_ray
 from elastrata.driver.ray_session import ray_session
 from elastrata.driver.result import TrainResult
-from elastrata.recipe.data_sets import in_steps
+from elastrata.recipe.data_sets import resolve_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.events import Event
 from elastrata.sweeps.config import SweepConfig
@@ -67,7 +67,7 @@ def train(
     name = run_name(recipe)
     if show is not None:
         return run(recipe, show)
-    recipe = in_steps(recipe)
+    recipe = resolve_steps(recipe)
     with Progress(
         recipe.steps_in_all, open_console(as_json=False), phase_lines(recipe)
     ) as progress:
@@ -215,11 +215,11 @@ def generate(
     Raises:
         UserError: the model does not exist, or does not predict next tokens.
     """
-    from elastrata.inference.language_model import Sampling, continuation, load_language_model
+    from elastrata.inference.language_model import Sampling, continue_text, load_language_model
 
     sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
     language_model = load_language_model(model, checkpoint=checkpoint)
-    return continuation(language_model, prompt, tokens=tokens, sampling=sampling)
+    return continue_text(language_model, prompt, tokens=tokens, sampling=sampling)
 
 
 def sweep(

@@ -12,7 +12,7 @@ def cluster_files() -> Path:
     return _path_of("cluster_configs")
 
 
-def tested_versions() -> dict[str, str]:
+def constraint_versions() -> dict[str, str]:
     """Return the versions that this release was tested with, by package, from `constraints.txt`."""
     lines = _path_of("constraints.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from s3fs import S3FileSystem
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata_pipelines.storage import Storage
 from support.ceph import BUCKET, Ceph, ceph, user
 from support.command import run, run_json, wait_until
@@ -99,6 +99,9 @@ def test_a_run_is_the_same_there(server: Ceph, tmp_path: Path) -> None:
     near = _write_recipe(tmp_path, str(tmp_path / "runs"), str(tmp_path / "data"), **changes)
     local = run_json("train", near, "--name", "near")
     assert remote["final_loss"] == local["final_loss"]
-    assert [commit.step for commit in commits(Storage(f"{URL}/runs/far/checkpoints"))] == [6, 3]
+    assert [commit.step for commit in list_commits(Storage(f"{URL}/runs/far/checkpoints"))] == [
+        6,
+        3,
+    ]
     audit = run("audit", f"{URL}/runs/far", tmp_path / "runs" / "near")
     assert audit.returncode == 0, audit.stdout

@@ -137,7 +137,7 @@ def test_the_images_are_pinned_and_install_what_is_tested() -> None:
 
 def test_what_the_shipped_files_can_provide() -> None:
     amounts = {
-        name: (read_cluster(name).max_nodes, *map(read_cluster(name).amount, ("CPU", "GPU")))
+        name: (read_cluster(name).max_nodes, *map(read_cluster(name).max_amount, ("CPU", "GPU")))
         for name in (*LAUNCHED, "kuberay-cluster", "kuberay-job")
     }
     assert amounts == {

@@ -14,7 +14,13 @@ from threading import Event, Thread
 import pytest
 
 from elastrata.cli.main import run
-from elastrata.deploy.preemption import aws, azure, find_nodes, gcp, wait_for_notice
+from elastrata.deploy.preemption import (
+    find_nodes,
+    query_aws,
+    query_azure,
+    query_gcp,
+    wait_for_notice,
+)
 from support.command import start, wait_until
 from support.metadata import Metadata, metadata_server
 from support.nodes import Nodes as Cluster
@@ -55,7 +61,7 @@ def _event(kind: str, *machines: str, at: datetime | None = NOON) -> dict[str, o
 
 
 def test_aws_two_minutes_before(metadata: Metadata) -> None:
-    look = aws(metadata.url)
+    look = query_aws(metadata.url)
     assert look(0.0) is None
     action = {"action": "terminate", "time": NOON.strftime("%Y-%m-%dT%H:%M:%SZ")}
     metadata.answers[AWS_ACTION] = json.dumps(action)
@@ -71,7 +77,7 @@ def test_aws_two_minutes_before(metadata: Metadata) -> None:
 
 
 def test_google_30_seconds_before(metadata: Metadata) -> None:
-    look = gcp(metadata.url)
+    look = query_gcp(metadata.url)
     metadata.answers[GCP_PREEMPTED] = "FALSE"
     assert look(100.0) is None
     metadata.answers[GCP_PREEMPTED] = "TRUE"
@@ -85,7 +91,7 @@ def test_azure_tells_of_events_that_end_this_machine(kind: str, metadata: Metada
     metadata.answers[AZURE_NAME] = "this"
     others = [_event("Preempt", "another"), _event("Freeze", "this")]
     metadata.answers[AZURE_EVENTS] = json.dumps({"DocumentIncarnation": 1, "Events": others})
-    look = azure(metadata.url)
+    look = query_azure(metadata.url)
     assert look(0.0) is None
     metadata.answers[AZURE_EVENTS] = json.dumps({"Events": [*others, _event(kind, "a", "this")]})
     notice = look(0.0)
@@ -105,7 +111,7 @@ def test_a_server_that_fails_is_asked_on_and_told_of_once(metadata: Metadata) ->
     metadata.broken = True
     asking = Thread(
         target=lambda: found.append(
-            wait_for_notice(gcp(metadata.url), Event(), seconds_between=0.01, say=said.append)
+            wait_for_notice(query_gcp(metadata.url), Event(), seconds_between=0.01, say=said.append)
         ),
         daemon=True,
     )

@@ -17,7 +17,7 @@ from elastrata.checkpoints.commit import (
     Commit,
     FileRecord,
     FolderName,
-    newest_verified,
+    find_newest_verified,
 )
 from elastrata_pipelines import retry
 from elastrata_pipelines.errors import UserError
@@ -135,7 +135,7 @@ def test_an_object_altered_behind_our_back_is_passed_over(bucket: str) -> None:
     newest = _put(checkpoints, 2)
     checkpoints.write(b"state !", newest, "state")
     said: list[str] = []
-    found = newest_verified(checkpoints, said.append)
+    found = find_newest_verified(checkpoints, said.append)
     assert found is not None
     assert found.step == 1
     (line,) = said

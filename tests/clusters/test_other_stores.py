@@ -16,7 +16,7 @@ import fsspec
 import pytest
 import yaml
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
@@ -124,7 +124,10 @@ def test_a_run_is_the_same_there(bucket: str, tmp_path: Path) -> None:
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
         results[name] = run_json("train", tmp_path / f"{name}.yaml", "--name", name)
     assert results["far"]["final_loss"] == results["near"]["final_loss"]
-    assert [commit.step for commit in commits(Storage(f"{bucket}/runs/far/checkpoints"))] == [6, 3]
+    assert [commit.step for commit in list_commits(Storage(f"{bucket}/runs/far/checkpoints"))] == [
+        6,
+        3,
+    ]
     audit = run("audit", f"{bucket}/runs/far", tmp_path / "runs" / "near")
     assert audit.returncode == 0, audit.stdout
 

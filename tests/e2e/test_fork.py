@@ -20,7 +20,7 @@ RELATIVE = 1e-5
 
 
 def steps(run: Path) -> list[Any]:
-    return list(history.effective_steps(history.read(Storage(str(run)).sub("history"))))
+    return list(history.effective_steps(history.read_entries(Storage(str(run)).sub("history"))))
 
 
 def test_two_workers_continue_a_run_of_one(tmp_path: Path) -> None:

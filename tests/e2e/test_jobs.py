@@ -52,10 +52,10 @@ class Submitted:
             )
 
     def of_kind(self, kind: str) -> list[Any]:
-        return [entry for entry in history.read(self._history) if entry["kind"] == kind]
+        return [entry for entry in history.read_entries(self._history) if entry["kind"] == kind]
 
     def steps(self) -> list[Any]:
-        return list(history.effective_steps(history.read(self._history)))
+        return list(history.effective_steps(history.read_entries(self._history)))
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def test_eight_workers_compute_the_losses_of_one_and_one_continues(tmp_path: Pat
     divided = run_json("train", recipe, *LAYOUT, "--name", "divided")
 
     assert (divided["status"], divided["world_sizes"]) == ("FINISHED", [8])
-    entries = history.read(Storage(str(tmp_path / "runs" / "divided" / "history")))
+    entries = history.read_entries(Storage(str(tmp_path / "runs" / "divided" / "history")))
     steps = list(history.effective_steps(entries))
     wanted = run_ranks(1, train_on_ranks, values)[0]
     assert [s["digest"] for s in steps] == [r.digest for r in wanted]

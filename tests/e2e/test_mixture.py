@@ -15,7 +15,7 @@ from support.short_steps import write_recipe
 def test_three_sources_are_the_same_stream_after_a_kill(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, steps=400, mixed=True, hang_seconds=300)
     run_json("train", recipe, "--name", "alone", "workers.max=1")
-    entries = history.read(Storage(str(tmp_path / "runs" / "alone" / "history")))
+    entries = history.read_entries(Storage(str(tmp_path / "runs" / "alone" / "history")))
     undisturbed = list(history.effective_steps(entries))
 
     often = "checkpoint.every=100"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.run import history
 from elastrata_pipelines.storage import Storage
 from support.command import run, run_json
@@ -33,8 +33,8 @@ def test_a_run_whose_data_and_storage_are_on_s3(bucket: str, tmp_path: Path) -> 
     assert remote["run_dir"] == f"{bucket}/runs/run"
     assert remote["final_loss"] == local["final_loss"]
     storage = Storage(f"{bucket}/runs/run")
-    assert [commit.step for commit in commits(storage.sub("checkpoints"))] == [6, 3]
-    steps = history.effective_steps(history.read(storage.sub("history")))
+    assert [commit.step for commit in list_commits(storage.sub("checkpoints"))] == [6, 3]
+    steps = history.effective_steps(history.read_entries(storage.sub("history")))
     assert [step["step"] for step in steps] == list(range(1, 7))
     exported = run_json("export", remote["run_dir"], "--out", tmp_path / "model")
     assert (Path(exported["path"]) / "model.safetensors").exists()

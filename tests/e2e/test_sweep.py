@@ -65,7 +65,7 @@ def test_a_killed_driver_and_a_killed_trial_change_nothing(tmp_path: Path) -> No
     journal = Storage(str(tmp_path / "runs" / "disturbed" / JOURNAL))
 
     def reports() -> int:
-        return sum(entry["kind"] == "reported" for entry in history.read(journal))
+        return sum(entry["kind"] == "reported" for entry in history.read_entries(journal))
 
     driver = start("sweep", tmp_path / "disturbed.yaml", log=log)
     wait_until(lambda: reports() >= 3, SECONDS, "reports")
@@ -80,7 +80,7 @@ def test_a_killed_driver_and_a_killed_trial_change_nothing(tmp_path: Path) -> No
     undisturbed = _end(driver, log, tmp_path / "runs" / "undisturbed")
 
     assert undisturbed.trials[KEYS].equals(disturbed.trials[KEYS])
-    concluded = [e["trial"] for e in history.read(journal) if e["kind"] == "concluded"]
+    concluded = [e["trial"] for e in history.read_entries(journal) if e["kind"] == "concluded"]
     assert len(concluded) == len(set(concluded)) == TRIALS
     _assert_on_record(tmp_path, undisturbed)
     _assert_on_record(tmp_path, disturbed)

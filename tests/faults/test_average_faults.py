@@ -10,7 +10,7 @@ import pytest
 import yaml
 from torch import Tensor
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.weights import read_weights
@@ -44,11 +44,11 @@ def _recipe(folder: Path) -> dict[str, Any]:
 def _chosen(run: Path, wanted: str) -> dict[str, Tensor]:
     """Of the newest checkpoint."""
     storage = Storage(str(run))
-    return dict(read_weights(storage, commits(storage.sub("checkpoints"))[0], wanted))
+    return dict(read_weights(storage, list_commits(storage.sub("checkpoints"))[0], wanted))
 
 
 def _evaluations(run: Path) -> dict[int, float]:
-    entries = history.read(Storage(str(run)).sub("history"))
+    entries = history.read_entries(Storage(str(run)).sub("history"))
     return {e["step"]: e["eval/loss"] for e in history.surviving_evaluations(entries)}
 
 

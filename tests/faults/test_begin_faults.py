@@ -26,7 +26,7 @@ TWO = ("workers.min=2", "workers.max=2")
 
 
 def _steps(run: Path) -> list[Any]:
-    return list(history.effective_steps(history.read(Storage(str(run)).sub("history"))))
+    return list(history.effective_steps(history.read_entries(Storage(str(run)).sub("history"))))
 
 
 def _recipe(folder: Path) -> dict[str, Any]:

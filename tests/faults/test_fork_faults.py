@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.run import history
 from elastrata.run.audit import audit
 from elastrata_pipelines.storage import Storage
@@ -37,12 +37,14 @@ def stem(tmp_path: Path) -> Path:
 
 
 def _steps(run: Path) -> list[Any]:
-    return list(history.effective_steps(history.read(Storage(str(run)).sub("history"))))
+    return list(history.effective_steps(history.read_entries(Storage(str(run)).sub("history"))))
 
 
 def _newest(run: Path) -> int:
     """Steps in the newest checkpoint; 0 where there is none."""
-    return max((commit.step for commit in commits(Storage(str(run)).sub("checkpoints"))), default=0)
+    return max(
+        (commit.step for commit in list_commits(Storage(str(run)).sub("checkpoints"))), default=0
+    )
 
 
 def _assert_alike(child: Path, stem: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata_pipelines.storage import Storage
 from support.command import run, wait_until
 from support.live_run import LiveRun, assert_alike
@@ -97,7 +97,7 @@ def test_a_failed_save_is_taken_again_soon(recipe, tmp_path) -> None:
     checkpoints.write_text("no folder can be made here", encoding="utf-8")
     wait_until(lambda: f"checkpoint of step {every} failed" in live.output, 400, "a failed save")
     checkpoints.unlink()
-    newest = wait_until(lambda: commits(Storage(str(checkpoints))), 300, "a commit")[0]
+    newest = wait_until(lambda: list_commits(Storage(str(checkpoints))), 300, "a commit")[0]
     assert every < newest.step < 2 * every
     live.send(signal.SIGINT)
     assert live.driver.wait(timeout=120) == 130, live.output
@@ -118,7 +118,7 @@ def test_the_last_state_outlives_storage_and_worker(recipe, tmp_path) -> None:
     live.end()
     assert [entry["step"] for entry in live.of_kind("started")] == [0, 200]
     assert [entry["state"] for entry in live.of_kind("started")] == ["new", "hot"]
-    assert commits(Storage(str(checkpoints)))[0].step == 200
+    assert list_commits(Storage(str(checkpoints)))[0].step == 200
     assert [step["step"] for step in live.steps()] == list(range(1, 201))
 
 
@@ -133,4 +133,4 @@ def test_an_interrupt_waits_for_storage(recipe, tmp_path) -> None:
     checkpoints.unlink()
     assert live.driver.wait(timeout=120) == 130, live.output
     (halted,) = live.of_kind("halted")
-    assert commits(Storage(str(checkpoints)))[0].step == halted["step"]
+    assert list_commits(Storage(str(checkpoints)))[0].step == halted["step"]

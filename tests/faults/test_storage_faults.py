@@ -23,7 +23,7 @@ from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from torch import nn
 from typing_extensions import override
 
-from elastrata.checkpoints.commit import MARKER, commits, newest_verified
+from elastrata.checkpoints.commit import MARKER, find_newest_verified, list_commits
 from elastrata.checkpoints.dcp_reader import METADATA
 from elastrata.checkpoints.save import DurableSaver
 from elastrata.checkpoints.state import ModelTensors, training_state
@@ -122,7 +122,7 @@ def assert_survived(url: str, fault: Fault, before: str) -> None:
     assert len(training.warnings) == 1
     assert training.warnings[0].startswith("checkpoint of step 2 failed, training goes on: rank 0:")
     assert_newest(storage, 1)
-    half_written = [name for name in storage.names() if name != commits(storage)[0].folder]
+    half_written = [name for name in storage.names() if name != list_commits(storage)[0].folder]
     assert len(half_written) == (before != SHARD)
 
     gate.name = ""
@@ -134,14 +134,14 @@ def assert_survived(url: str, fault: Fault, before: str) -> None:
 
 
 def assert_newest(storage: Storage, step: int) -> None:
-    newest = newest_verified(storage, pytest.fail)
+    newest = find_newest_verified(storage, pytest.fail)
     assert newest is not None
     assert newest.step == step
 
 
 def assert_nothing_but_commits(storage: Storage, *steps: int) -> None:
     """The commits of these steps, the newest first, and not a file more."""
-    found = commits(storage)
+    found = list_commits(storage)
     assert [commit.step for commit in found] == list(steps)
     assert storage.names() == sorted(commit.folder for commit in found)
     for commit in found:
@@ -194,7 +194,7 @@ def test_a_full_disk(disk: Path, last: str) -> None:
 
 def pages_until(storage: Storage, last: str) -> int:
     """Pages of the files of a commit, up to that one."""
-    folder = commits(storage)[0].folder
+    folder = list_commits(storage)[0].folder
     names = FILES[: FILES.index(last) + 1]
     return sum(-(-storage.size(folder, name) // PAGE_BYTES) for name in names)
 
@@ -349,4 +349,4 @@ def test_a_slow_file_system_does_not_hold_training_up(slow: Storage) -> None:
 
 def assert_saved(storage: Storage, weight: torch.Tensor) -> None:
     """The newest commit holds the state as it was when the save began."""
-    assert torch.equal(ModelTensors(storage, commits(storage)[0])["weight"], weight)
+    assert torch.equal(ModelTensors(storage, list_commits(storage)[0])["weight"], weight)

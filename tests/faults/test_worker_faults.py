@@ -52,7 +52,7 @@ def train_faulty(
     faulty = recipe.model_copy(update={"workload": workload})
     result = train(faulty, name="faulty", address=address, show=lambda _: None)
     assert result.status == "FINISHED"
-    entries = history.read(Storage(str(folder / "runs" / "faulty" / "history")))
+    entries = history.read_entries(Storage(str(folder / "runs" / "faulty" / "history")))
     return sorted(entries, key=lambda entry: float(entry["time"]))
 
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from elastrata.recipe.recipe import Recipe
-from elastrata.sparsity.mask_file import MASKS_FILE, packed_masks
-from elastrata.trainer.preflight import TrainingData, training_data
+from elastrata.sparsity.mask_file import MASKS_FILE, pack_masks
+from elastrata.trainer.preflight import TrainingData, find_training_data
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.errors import UserError
@@ -48,13 +48,13 @@ def masks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     rng = torch.Generator().manual_seed(0)
     made = {name: torch.rand(shape, generator=rng) < 0.5 for name, shape in SHAPES.items()}
-    (folder / MASKS_FILE).write_bytes(packed_masks(made))
+    (folder / MASKS_FILE).write_bytes(pack_masks(made))
     return folder
 
 
 def trained_on(folder: Path) -> dict[str, Any]:
     """All that a run would see: what the preflight finds, and every sample."""
-    found = training_data(Recipe.model_validate(_recipe(folder)))
+    found = find_training_data(Recipe.model_validate(_recipe(folder)))
     return {
         "fingerprint": found.data_sets[0].fingerprint,
         "histogram": found.length_histogram,

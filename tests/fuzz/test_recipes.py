@@ -16,9 +16,9 @@ from elastrata.recipe.data_sets import preparations
 from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.yaml_reader import available_recipes
-from elastrata.trainer.preflight import mask_problems, training_data
+from elastrata.trainer.preflight import find_training_data, mask_problems
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.groups import samples_in
+from elastrata_pipelines.groups import count_samples
 from support.hostile_recipes import (
     RECIPE,
     Hostile,
@@ -74,7 +74,7 @@ def _loads(folder: Path, case: Hostile) -> bool:
         return False
     (folder / "again.yaml").write_text(to_yaml(recipe), encoding="utf-8")
     assert load_recipe("again.yaml") == recipe
-    for check in (_numbers, mask_problems, preparations, training_data, _plan, _inspect):
+    for check in (_numbers, mask_problems, preparations, find_training_data, _plan, _inspect):
         try:
             check(recipe)
         except UserError as error:
@@ -84,7 +84,7 @@ def _loads(folder: Path, case: Hostile) -> bool:
 
 def _numbers(recipe: Recipe) -> None:
     for part in (part for part in recipe.parts if part.steps is not None):
-        samples_in(part.steps, full=part.batch_size, warmup=part.batch_size_warmup)
+        count_samples(part.steps, full=part.batch_size, warmup=part.batch_size_warmup)
     for step in (0, recipe.steps_in_all // 2, recipe.steps_in_all - 1):
         assert 0 <= recipe.learning_rate(step) < float("inf")
 

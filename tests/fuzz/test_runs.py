@@ -16,23 +16,23 @@ from typing import Any
 import pytest
 import torch
 
-from elastrata.checkpoints.commit import MARKER, commits, problems
+from elastrata.checkpoints.commit import MARKER, file_problems, list_commits
 from elastrata.checkpoints.dcp_reader import read_metadata
 from elastrata.driver.driver import is_finished
-from elastrata.driver.launch import look_over
-from elastrata.driver.recorder import catch_up
+from elastrata.driver.launch import check_run
+from elastrata.driver.recorder import record_missed_events
 from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.audit import audit
-from elastrata.run.consistency import chosen_commit
+from elastrata.run.consistency import choose_commit
 from elastrata.run.folder import read_identity, read_recipe
 from elastrata.run.history import HistoryWriter, part_names, restore_history
 from elastrata.run.ownership import own_run
 from elastrata.run.status import status
 from elastrata.sweeps.trial import LoneTrial
 from elastrata.tracking.tracker import SilentTracker
-from elastrata.trainer.resume import newest_state
+from elastrata.trainer.resume import find_resume_point
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.clocks import BEGAN, Life, check_status, write_history
@@ -112,14 +112,14 @@ def taken_over(run: Storage, recipe: Recipe) -> tuple[Meaning, list[str]]:
     said: list[str] = []
     identity = read_identity(run)
     data_sets = identity.data if identity else ()
-    look_over(run, recipe, data_sets, None, said.append)
+    check_run(run, recipe, data_sets, None, said.append)
     with own_run(run, lost=pytest.fail, warn=said.append, beat_seconds=0.05):
-        for commit in commits(run.sub("checkpoints"))[:1]:
+        for commit in list_commits(run.sub("checkpoints"))[:1]:
             restore_history(run.sub("history"), commit)
-        newest = newest_state(run, None, said.append)
+        newest = find_resume_point(run, None, said.append)
         finished = is_finished(run, steps=STEPS, target=None)
-        entries = history.read(run.sub("history"))
-        catch_up(SilentTracker(), entries, [])
+        entries = history.read_entries(run.sub("history"))
+        record_missed_events(SilentTracker(), entries, [])
     place = replace(newest, commit=_place(newest.commit))
     meaning = {"newest": place, "finished": finished, "steps": history.effective_steps(entries)}
     return meaning, said
@@ -129,8 +129,8 @@ def exported(run: Storage, recipe: Recipe) -> tuple[Meaning, list[str]]:
     """All that `export` reads of a run."""
     if (identity := read_identity(run)) is None:
         raise UserError(f"{run.uri()}: no run here")
-    checkpoints, commit = run.sub("checkpoints"), chosen_commit(run, "newest")
-    if damaged := problems(checkpoints, commit):
+    checkpoints, commit = run.sub("checkpoints"), choose_commit(run, "newest")
+    if damaged := file_problems(checkpoints, commit):
         raise UserError(f"{checkpoints.uri(commit.folder)}: {damaged[0]}")
     held = read_metadata(checkpoints, commit).state_dict_metadata
     named = commit.model_copy(update={"folder": _place(commit.folder)})

@@ -10,10 +10,10 @@ import pytest
 
 from elastrata.cli.main import BAD_INPUT, run
 from elastrata.recipe.file import load_recipe
-from elastrata.recipe.problems import shown_value
+from elastrata.recipe.problems import format_value
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.url_secrets import hide_secrets, refuse_secrets, without_secrets
+from elastrata_pipelines.url_secrets import hide_secrets, hide_unrecorded_parts, refuse_secrets
 from support.mutations import quick, seeds
 
 CASES = quick(40)
@@ -107,8 +107,8 @@ def test_a_secret_is_refused_and_shown_nowhere(
             if planted not in url:
                 continue
         case = f"{case}: {url!r}"
-        assert planted not in without_secrets(url), case
-        assert planted not in shown_value({"a": [url]}), case
+        assert planted not in hide_unrecorded_parts(url), case
+        assert planted not in format_value({"a": [url]}), case
         for value in (url, [url], {"a": {url: 1}}):
             with pytest.raises(ValueError, match="no secret"):
                 refuse_secrets(value)
@@ -138,6 +138,6 @@ def test_what_is_no_secret_is_kept(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(CASES):
         url = harmless(rng)
-        assert without_secrets(url) == url
+        assert hide_unrecorded_parts(url) == url
         assert hide_secrets(f"{url}: cannot be read") == f"{url}: cannot be read"
         refuse_secrets([url, {"a": url}])

@@ -31,7 +31,7 @@ from elastrata.sweeps.result import (
     sweep_digest,
     write_sweep,
 )
-from elastrata.sweeps.trial import Past
+from elastrata.sweeps.trial import RunPast
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.histories import record
@@ -91,7 +91,7 @@ def continued(folder: Path) -> tuple[Meaning, list[str]]:
     said = list(check_journal(storage, CONFIG))
     pasts = {}
     for trial in ("0000", "0001", "0002"):
-        past = Past.of(storage.sub(TRIALS, trial), said.append)
+        past = RunPast.of(storage.sub(TRIALS, trial), said.append)
         pasts[trial] = past.curves(), list(past.reports()), past.unreported()
     return pasts, said
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elastrata_pipelines.balance import drawn_batches
+from elastrata_pipelines.balance import draw_batches
 from elastrata_pipelines.baselines import compare
 from elastrata_pipelines.deal import WorkModel, deal
 from support.wikipedia import histogram
@@ -20,7 +20,7 @@ def _imbalances(workers: int, batch_size: int) -> list[float]:
     steps = max(3, 400 // workers)
     return [
         deal(lengths, num_ranks=workers, work=WORK, tokens_per_micro_batch=BUDGET).imbalance
-        for lengths in drawn_batches(histogram(), batch_size=batch_size, steps=steps)
+        for lengths in draw_batches(histogram(), batch_size=batch_size, steps=steps)
     ]
 
 
@@ -36,7 +36,7 @@ def test_any_world_size_with_8_samples_each_balances_to_a_hundredth(workers: int
 
 def test_no_other_scheme_comes_near() -> None:
     found = compare(
-        drawn_batches(histogram(), batch_size=16 * 256, steps=4),
+        draw_batches(histogram(), batch_size=16 * 256, steps=4),
         workers=256,
         tokens_per_micro_batch=BUDGET,
         work=WORK,

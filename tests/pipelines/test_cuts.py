@@ -17,7 +17,7 @@ from elastrata_pipelines.preparation.encoders import (
     CheckedEncoder,
     ExactEncoder,
     make_encoder,
-    parts,
+    split_text,
 )
 from elastrata_pipelines.preparation.training import train_tokenizer
 from elastrata_pipelines.preparation.work import _pieces
@@ -110,7 +110,7 @@ def test_parts_have_the_ids_of_the_whole(kind: str, short_parts: int) -> None:
     def check(seed: int, drawn: str) -> None:
         rng = random.Random(seed)
         text = drawn + "".join(rng.choice(WORDS) + rng.choice(GAPS) for _ in range(600))
-        cut = list(parts(text, encoder._same))
+        cut = list(split_text(text, encoder._same))
         assert len(cut) > 4
         assert max(len(part) for part, _ in cut) <= short_parts
         assume(all(sure for _, sure in cut))
@@ -134,7 +134,7 @@ def test_the_fast_encoders_cut_at_the_same_places(kind: str, short_parts: int) -
 
 def test_a_run_without_a_place_to_cut_is_cut_where_it_is_full(short_parts: int) -> None:
     text = f"{'a' * 1000} the old river"
-    cut = list(parts(text, lambda whole, left, right: True))
+    cut = list(split_text(text, lambda whole, left, right: True))
     assert "".join(part for part, _ in cut) == text
     assert [sure for _, sure in cut] == [False, False, True]
     assert max(len(part) for part, _ in cut) == short_parts
@@ -142,9 +142,9 @@ def test_a_run_without_a_place_to_cut_is_cut_where_it_is_full(short_parts: int) 
 
 def test_a_place_where_the_ids_differ_is_not_taken(short_parts: int) -> None:
     text = "word " * 200
-    assert all(sure for _, sure in list(parts(text, lambda *_: True)))
-    assert not all(sure for _, sure in list(parts(text, lambda *_: False)))
-    assert "".join(part for part, _ in parts(text, lambda *_: False)) == text
+    assert all(sure for _, sure in list(split_text(text, lambda *_: True)))
+    assert not all(sure for _, sure in list(split_text(text, lambda *_: False)))
+    assert "".join(part for part, _ in split_text(text, lambda *_: False)) == text
 
 
 def test_shorter_texts_are_not_touched() -> None:
@@ -152,7 +152,7 @@ def test_shorter_texts_are_not_touched() -> None:
         raise AssertionError
 
     text = "a b" * (encoders.MAX_CHARACTERS // 3)
-    ((part, sure),) = parts(text, never)
+    ((part, sure),) = split_text(text, never)
     assert part is text
     assert sure
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata_pipelines.groups import BatchSizeWarmup, Groups, batch_size_at, samples_in
+from elastrata_pipelines.groups import BatchSizeWarmup, Groups, batch_size_at, count_samples
 
 WARMUPS = st.none() | st.builds(
     BatchSizeWarmup,
@@ -29,7 +29,7 @@ def test_they_hold_the_steps_that_are_left_each_with_its_samples(
     steps: int, done: int, most: int, batch_size: int, warmup: BatchSizeWarmup | None, before: int
 ) -> None:
     def position(step: int) -> int:
-        return samples_in(step, full=batch_size, warmup=warmup)
+        return count_samples(step, full=batch_size, warmup=warmup)
 
     groups = Groups(
         done=done,

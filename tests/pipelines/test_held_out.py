@@ -12,7 +12,7 @@ import yaml
 
 from elastrata.cli.main import run
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import HELD_OUT, MANIFEST, Manifest, read_held_out
 from elastrata_pipelines.inspection import verify
@@ -103,7 +103,7 @@ def test_a_recipe_may_name_another_one(data: Path, tmp_path: Path) -> None:
     write_data_set(tmp_path / "other", samples=20, seed=7)
     evaluation = {"path": str(tmp_path / "other")}
     recipe = Recipe.model_validate(tiny_recipe(data, "runs", evaluation=evaluation))
-    (held_out,) = training_data(recipe).held_out
+    (held_out,) = find_training_data(recipe).held_out
     assert held_out is not None
     assert held_out.url == str(tmp_path / "other")
 
@@ -130,5 +130,5 @@ def test_version_1_takes_what_is_there(data: Path) -> None:
 
 def test_a_run_knows_its_data_set_by_the_checksum(data: Path) -> None:
     recipe = Recipe.model_validate(tiny_recipe(data, "runs"))
-    (data_set,) = training_data(recipe).data_sets
+    (data_set,) = find_training_data(recipe).data_sets
     assert f'"checksum": "{data_set.fingerprint}"' in (data / MANIFEST).read_text(encoding="utf-8")

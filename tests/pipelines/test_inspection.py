@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elastrata_pipelines.balance import ordered_batches
+from elastrata_pipelines.balance import batches_of_order
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
-from elastrata_pipelines.format.manifest import AGAIN
+from elastrata_pipelines.format.manifest import PREPARE_AGAIN_ADVICE
 from elastrata_pipelines.inspection import inspect, verify
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.storage import Storage
@@ -47,7 +47,7 @@ def test_the_numbers_of_a_data_set(storage: Storage) -> None:
 def test_batches_follow_the_real_order(storage: Storage) -> None:
     lengths = Manifest.read(storage).read_lengths(storage)
     order = Order(num_samples=400, stripe_size=32, window_stripes=4, seed=3)
-    batches = list(ordered_batches(lengths, order, batch_size=100, steps=4))
+    batches = list(batches_of_order(lengths, order, batch_size=100, steps=4))
     assert np.array_equal(np.sort(np.concatenate(batches)), np.sort(lengths))
 
 
@@ -95,7 +95,7 @@ def test_an_index_that_does_not_match_is_found(storage: Storage, tmp_path: Path)
     np.save(tmp_path / "data" / "lengths.npy", np.ones(400, dtype=np.int32))
     found = verify(storage)
     assert len(found) == 2
-    assert found[1].endswith(f"the index does not match; {AGAIN}")
+    assert found[1].endswith(f"the index does not match; {PREPARE_AGAIN_ADVICE}")
 
 
 def test_a_manifest_that_contradicts_itself_is_found(storage: Storage) -> None:
@@ -106,9 +106,10 @@ def test_a_manifest_that_contradicts_itself_is_found(storage: Storage) -> None:
     with pytest.raises(UserError) as caught:
         verify(storage)
     assert [problem.split(": ", 1)[1] for problem in caught.value.problems] == [
-        f"samples: 400: the length histogram counts 401; {AGAIN}",
-        f"tokens: {raw['tokens']}: the length histogram counts {raw['tokens'] + 5}; {AGAIN}",
-        f"files: shards/00012.parquet: 16 samples, expected 32; {AGAIN}",
-        f"samples: 400, but the shards hold 336; {AGAIN}",
-        f"stripes: 13, but the shards hold 11; {AGAIN}",
+        f"samples: 400: the length histogram counts 401; {PREPARE_AGAIN_ADVICE}",
+        f"tokens: {raw['tokens']}: the length histogram counts {raw['tokens'] + 5}; "
+        f"{PREPARE_AGAIN_ADVICE}",
+        f"files: shards/00012.parquet: 16 samples, expected 32; {PREPARE_AGAIN_ADVICE}",
+        f"samples: 400, but the shards hold 336; {PREPARE_AGAIN_ADVICE}",
+        f"stripes: 13, but the shards hold 11; {PREPARE_AGAIN_ADVICE}",
     ]

@@ -15,7 +15,7 @@ from elastrata_pipelines.preparation.pipeline import _row, _Stage, _values
 from elastrata_pipelines.preparation.portions import Group, ReadWork
 from elastrata_pipelines.preparation.sources import find_files
 from elastrata_pipelines.preparation.training import train_tokenizer
-from elastrata_pipelines.preparation.work import Tokenized, TokenizeWork
+from elastrata_pipelines.preparation.work import TokenizedPortion, TokenizeWork
 from elastrata_pipelines.storage import Storage
 
 Measure = Callable[[], AbstractContextManager[list[int]]]
@@ -51,7 +51,9 @@ def resident() -> Iterator[list[int]]:
     peak.append(memory("VmHWM") - before)
 
 
-def tokenized(path: Path, packing: str, runs: Path, measure: Measure) -> tuple[Tokenized, int]:
+def tokenized(
+    path: Path, packing: str, runs: Path, measure: Measure
+) -> tuple[TokenizedPortion, int]:
     """Return what becomes of a file, through the rows that pass from process to process, and the
     bytes of memory that it takes."""
     kind = "wordpiece" if packing == "none" else "bpe"

@@ -14,7 +14,7 @@ from elastrata_pipelines.format import (
     MANIFEST,
     Manifest,
 )
-from elastrata_pipelines.format.manifest import AGAIN
+from elastrata_pipelines.format.manifest import PREPARE_AGAIN_ADVICE
 from elastrata_pipelines.storage import Storage
 from support.synthetic import Sizes, write_data_set
 
@@ -81,7 +81,8 @@ def _refused(storage: Storage, values: Any) -> tuple[str, ...]:
     lines = caught.value.problems
     assert all(line.startswith(f"{storage.uri(MANIFEST)}: ") for line in lines)
     return tuple(
-        line.removeprefix(f"{storage.uri(MANIFEST)}: ").removesuffix(f"; {AGAIN}") for line in lines
+        line.removeprefix(f"{storage.uri(MANIFEST)}: ").removesuffix(f"; {PREPARE_AGAIN_ADVICE}")
+        for line in lines
     )
 
 

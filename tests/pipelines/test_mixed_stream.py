@@ -12,15 +12,15 @@ from elastrata_pipelines.deal import WorkModel, deal
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.groups import Group
 from elastrata_pipelines.hashing import combine, digest, key, uniform
-from elastrata_pipelines.mixture import Leg, MixedOrder, Mixture, in_units
+from elastrata_pipelines.mixture import Leg, MixedOrder, Mixture, shares_to_units
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.payload import RankStep, decode
-from elastrata_pipelines.phase import Origin, Phase, one_after_another, positions_after
+from elastrata_pipelines.phase import Origin, Phase, compute_positions_after, place_phases
 from elastrata_pipelines.storage import Storage
 from support.synthetic import write_data_set
 
 SIZES = {"web": 400, "code": 150, "books": 90}
-SHARES = in_units([5, 3, 2])
+SHARES = shares_to_units([5, 3, 2])
 BATCH = 40
 
 
@@ -121,8 +121,8 @@ def test_the_deal_is_as_even_as_of_one_source() -> None:
 
 def planned(sources: tuple[Source, ...]) -> list[Phase]:
     """Two sources; all three, with shares that change; one of them alone."""
-    two = mixed(sources[:2], Leg(shares=in_units([3, 1])))
-    ramp = Leg(shares=SHARES, final_shares=in_units([1, 3, 6]), length=9 * BATCH)
+    two = mixed(sources[:2], Leg(shares=shares_to_units([3, 1])))
+    ramp = Leg(shares=SHARES, final_shares=shares_to_units([1, 3, 6]), length=9 * BATCH)
     alone = replace(two, order=order_of(sources[1]), sources=(), url=sources[1].url)
     return [
         Phase(batches=two, steps=6, batch_size=30),
@@ -143,7 +143,7 @@ def taken(phases: tuple[Phase, ...], start: Start) -> list[tuple[int, list[int]]
 
 @pytest.mark.parametrize("done", [0, 3, 6, 10, 16])
 def test_it_goes_on_from_any_step(sources: tuple[Source, ...], done: int) -> None:
-    phases = one_after_another(planned(sources))
+    phases = place_phases(planned(sources))
     samples = [30] * 6 + [BATCH] * 9 + [10] * 4
     start = Start(step=done, samples=sum(samples[:done]))
     assert taken(phases, start) == taken(phases, Start())[done:]
@@ -151,9 +151,9 @@ def test_it_goes_on_from_any_step(sources: tuple[Source, ...], done: int) -> Non
 
 def test_each_source_goes_on_where_it_was(sources: tuple[Source, ...]) -> None:
     """From phase to phase none of its samples is left out or comes twice in an epoch."""
-    phases = one_after_another(planned(sources))
+    phases = place_phases(planned(sources))
     data = [[url for url, _ in phase.batches.data_sets] for phase in phases]
-    seen = positions_after(19, [phase.size for phase in phases], data)
+    seen = compute_positions_after(19, [phase.size for phase in phases], data)
     assert sum(seen.values()) == 6 * 30 + 9 * BATCH + 40
     for number, source in enumerate(sources):
         ids = list[int]()
@@ -174,25 +174,25 @@ def test_each_source_goes_on_where_it_was(sources: tuple[Source, ...]) -> None:
 
 
 def test_a_fork_with_the_same_shares_is_the_run_itself(sources: tuple[Source, ...]) -> None:
-    phases = one_after_another(planned(sources))
+    phases = place_phases(planned(sources))
     data = [[url for url, _ in phase.batches.data_sets] for phase in phases]
     start = Start(step=9, samples=6 * 30 + 3 * BATCH)
-    seen = positions_after(9, [phase.size for phase in phases], data)
+    seen = compute_positions_after(9, [phase.size for phase in phases], data)
     origin = Origin(step=9, samples=start.samples, positions=seen)
-    forked = one_after_another(planned(sources), origin)
+    forked = place_phases(planned(sources), origin)
     assert taken(forked, start) == taken(phases, start)
 
 
 def test_a_fork_with_other_shares_reads_on(sources: tuple[Source, ...]) -> None:
-    phases = one_after_another(planned(sources))
+    phases = place_phases(planned(sources))
     data = [[url for url, _ in phase.batches.data_sets] for phase in phases]
     start = Start(step=9, samples=6 * 30 + 3 * BATCH)
-    seen = positions_after(9, [phase.size for phase in phases], data)
+    seen = compute_positions_after(9, [phase.size for phase in phases], data)
     changed = planned(sources)
-    changed[1] = replace(changed[1], batches=mixed(sources, Leg(shares=in_units([0, 1, 9]))))
+    changed[1] = replace(changed[1], batches=mixed(sources, Leg(shares=shares_to_units([0, 1, 9]))))
     origin = Origin(step=9, samples=start.samples, positions=seen)
-    forked = one_after_another(changed, origin)
-    after = positions_after(15, [phase.size for phase in forked], data, origin)
+    forked = place_phases(changed, origin)
+    after = compute_positions_after(15, [phase.size for phase in forked], data, origin)
     gained = [after[source.url] - seen.get(source.url, 0) for source in sources]
     assert sum(gained) == 6 * BATCH
     assert gained[0] == 0
@@ -212,9 +212,9 @@ def test_an_exhausted_source_gives_its_share_to_the_others(sources: tuple[Source
         limits=(None, None, 180),
         redistributes=True,
     )
-    phases = one_after_another([phase, replace(phase, steps=5)])
+    phases = place_phases([phase, replace(phase, steps=5)])
     data = [[url for url, _ in phase.batches.data_sets] for phase in phases]
-    seen = positions_after(35, [phase.size for phase in phases], data)
+    seen = compute_positions_after(35, [phase.size for phase in phases], data)
     assert seen[sources[2].url] == 180
     assert sum(seen.values()) == 35 * BATCH
     left = 35 * BATCH - 900

@@ -10,14 +10,21 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from elastrata_pipelines.mixture import UNITS, Leg, MixedOrder, Mixture, in_units, within_limits
+from elastrata_pipelines.mixture import (
+    UNITS,
+    Leg,
+    MixedOrder,
+    Mixture,
+    apply_limits,
+    shares_to_units,
+)
 from elastrata_pipelines.order import Order
 
 
 def weights(least: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
     """Of so many sources, in units."""
     drawn = st.lists(st.integers(0, 1000), min_size=least, max_size=most)
-    return drawn.filter(any).map(in_units)
+    return drawn.filter(any).map(shares_to_units)
 
 
 firsts = st.integers(0, 10**12) | st.integers(0, 100)
@@ -27,7 +34,7 @@ firsts = st.integers(0, 10**12) | st.integers(0, 100)
 def legs(draw: st.DrawFn) -> tuple[Leg, ...]:
     num_sources = draw(st.integers(1, 6))
     shares = st.lists(st.integers(0, 9), min_size=num_sources, max_size=num_sources)
-    of_leg = shares.filter(any).map(in_units)
+    of_leg = shares.filter(any).map(shares_to_units)
     leg = st.builds(Leg, shares=of_leg, final_shares=st.none() | of_leg, length=st.integers(1, 300))
     return tuple(draw(st.lists(leg, min_size=1, max_size=3)))
 
@@ -36,7 +43,7 @@ mixtures = st.builds(Mixture, legs())
 
 
 def still(*shares: float) -> Mixture:
-    return Mixture((Leg(shares=in_units(shares)),))
+    return Mixture((Leg(shares=shares_to_units(shares)),))
 
 
 @given(weights(1, 9))
@@ -48,11 +55,11 @@ def test_shares_add_up(units: tuple[int, ...]) -> None:
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=9).filter(any))
 def test_shares_are_rounded_by_less_than_one(parts: list[int]) -> None:
     exact = [Fraction(part, sum(parts)) * UNITS for part in parts]
-    assert all(abs(a - b) < 1 for a, b in zip(in_units(parts), exact, strict=True))
+    assert all(abs(a - b) < 1 for a, b in zip(shares_to_units(parts), exact, strict=True))
 
 
 def test_the_smallest_share_is_one() -> None:
-    assert in_units([1.0, 1e-30, 0.0]) == (UNITS - 1, 1, 0)
+    assert shares_to_units([1.0, 1e-30, 0.0]) == (UNITS - 1, 1, 0)
 
 
 @given(mixtures, st.integers(0, 900), st.integers(0, 300), st.data())
@@ -155,7 +162,7 @@ def test_changing_shares_are_followed(mixture: Mixture) -> None:
 
 
 def test_shares_change_evenly() -> None:
-    ramp = Leg(shares=in_units([3, 1]), final_shares=in_units([1, 3]), length=100_000)
+    ramp = Leg(shares=shares_to_units([3, 1]), final_shares=shares_to_units([1, 3]), length=100_000)
     mixture = Mixture((ramp,))
     for position, expected in ((0, 0.75), (25_000, 0.625), (50_000, 0.5), (10**6, 0.25)):
         assert mixture.shares_at(position)[0] == pytest.approx(expected, abs=1e-3)
@@ -179,8 +186,12 @@ def test_seeking_is_arithmetic() -> None:
     """What is drawn far out takes as much memory as at the first position, and no replay."""
     mixture = Mixture(
         (
-            Leg(shares=in_units([5, 3, 2]), length=10**14),
-            Leg(shares=in_units([5, 3, 2]), final_shares=in_units([1, 3, 6]), length=10**14),
+            Leg(shares=shares_to_units([5, 3, 2]), length=10**14),
+            Leg(
+                shares=shares_to_units([5, 3, 2]),
+                final_shares=shares_to_units([1, 3, 6]),
+                length=10**14,
+            ),
         )
     )
     for first in (0, 10**13, 10**14 + 12_345, 10**15):
@@ -218,7 +229,7 @@ def test_an_exhausted_source_changes_nothing_before(
 def test_limits_are_kept(mixture: Mixture, most: list[int | None], data: st.DataObject) -> None:
     limits = [None, *most[1 : mixture.num_sources]]
     assume(all(shares[0] for leg in mixture.legs for _, shares in leg.parts()))
-    kept = within_limits(mixture, limits, since=0, samples=600)
+    kept = apply_limits(mixture, limits, since=0, samples=600)
     for limit, count, wish in zip(limits, kept.counts(600), mixture.counts(600), strict=True):
         assert limit is None or count <= limit
         assert count >= min(wish, count if limit is None else limit)
@@ -241,8 +252,10 @@ def test_each_source_has_its_own_epochs() -> None:
 
 def test_golden() -> None:
     """The order of sources never changes: resumed runs rely on it."""
-    ramp = Leg(shares=in_units([5, 3, 2]), final_shares=in_units([1, 3, 6]), length=20)
-    mixture = Mixture((Leg(shares=in_units([5, 3, 2]), length=20), ramp))
+    ramp = Leg(
+        shares=shares_to_units([5, 3, 2]), final_shares=shares_to_units([1, 3, 6]), length=20
+    )
+    mixture = Mixture((Leg(shares=shares_to_units([5, 3, 2]), length=20), ramp))
     assert "".join(map(str, mixture.draw(0, 60).sources)) == (
         "102010201010201020101020102102201212021221220122122122012212"
     )

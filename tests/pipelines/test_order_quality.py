@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from elastrata_pipelines.hashing import key, mix
-from elastrata_pipelines.mixture import Leg, Mixture, in_units
+from elastrata_pipelines.mixture import Leg, Mixture, shares_to_units
 from elastrata_pipelines.order import Order
 from support import order_quality
 
@@ -44,7 +44,7 @@ def test_what_is_not_shuffled_is_found_out() -> None:
 
 @pytest.mark.parametrize("weights", [(1, 1), (47, 31, 22), (60, 25, 10, 5), (1, 10, 100, 1000)])
 def test_shares_of_any_window_up_to_a_billion(weights: tuple[int, ...]) -> None:
-    mixture = Mixture((Leg(shares=in_units(weights)),))
+    mixture = Mixture((Leg(shares=shares_to_units(weights)),))
     bound = max(map(mixture.largest_error, range(len(weights))))
     assert bound <= 2
     for window in (1, 10, 1000, 10**6, 10**9):

@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastrata_pipelines.hashing import mix
-from elastrata_pipelines.preparation.packing import Frame, Texts, cut, pack_best_fit, pack_concat
+from elastrata_pipelines.preparation.packing import (
+    Frame,
+    Texts,
+    pack_best_fit,
+    pack_concat,
+    split_documents,
+)
 from elastrata_pipelines.preparation.samples import Samples
 
 Pack = Callable[..., Samples]
@@ -45,7 +51,7 @@ def fragments(samples: Samples) -> list[list[int]]:
     return pieces
 
 
-@pytest.mark.parametrize("pack", [cut, pack_concat, pack_best_fit])
+@pytest.mark.parametrize("pack", [split_documents, pack_concat, pack_best_fit])
 @given(lengths=sizes, frame=frames, seq_len=st.integers(8, 40))
 def test_every_token_appears_once_in_samples_that_fit(
     pack: Pack, lengths: list[int], frame: Frame, seq_len: int
@@ -91,18 +97,20 @@ def test_best_fit_cuts_only_long_documents(lengths: list[int], seq_len: int) -> 
 
 @given(lengths=sizes)
 def test_cut_frames_every_chunk(lengths: list[int]) -> None:
-    samples = cut(make_texts(lengths), BERT, seq_len=12, min_tokens=1)
+    samples = split_documents(make_texts(lengths), BERT, seq_len=12, min_tokens=1)
     assert all((sample[0], sample[-1]) == (1, 2) for sample in split(samples))
     assert len(samples) == sum(-(-length // 10) for length in lengths)
 
 
 def test_short_samples_are_dropped() -> None:
-    samples = cut(make_texts([3, 12, 25]), BERT, seq_len=12, min_tokens=4)
+    samples = split_documents(make_texts([3, 12, 25]), BERT, seq_len=12, min_tokens=4)
     assert samples.lengths.tolist() == [12, 12, 12, 7]
 
 
 def test_ids_do_not_depend_on_other_documents() -> None:
     both = make_texts([25, 17])
     alone = Texts(both.ids[1:], both.lengths[1:], both.tokens[25:])
-    expected = cut(alone, BERT, seq_len=12, min_tokens=1).ids
-    assert cut(both, BERT, seq_len=12, min_tokens=1).ids[-2:].tolist() == expected.tolist()
+    expected = split_documents(alone, BERT, seq_len=12, min_tokens=1).ids
+    assert (
+        split_documents(both, BERT, seq_len=12, min_tokens=1).ids[-2:].tolist() == expected.tolist()
+    )

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest
-from elastrata_pipelines.groups import BatchSizeWarmup, batch_size_at, samples_in
+from elastrata_pipelines.groups import BatchSizeWarmup, batch_size_at, count_samples
 from elastrata_pipelines.order import Order
-from elastrata_pipelines.phase import Origin, Phase, one_after_another, positions_after
+from elastrata_pipelines.phase import Origin, Phase, compute_positions_after, place_phases
 from elastrata_pipelines.storage import Storage
 from support.synthetic import write_data_set
 
@@ -48,7 +48,7 @@ def test_samples_are_those_of_the_steps(
 ) -> None:
     warmup = BatchSizeWarmup(start=start, steps=warm, multiple=multiple) if start < full else None
     sizes = [batch_size_at(step, full=full, warmup=warmup) for step in range(steps)]
-    assert samples_in(steps, full=full, warmup=warmup) == sum(sizes)
+    assert count_samples(steps, full=full, warmup=warmup) == sum(sizes)
 
 
 @given(
@@ -66,7 +66,7 @@ def test_a_run_continues_at_the_same_places_as_it_would_have_gone_on(
     share: float,
     max_tokens: int,
 ) -> None:
-    phases = one_after_another(
+    phases = place_phases(
         Phase(
             batches=data_sets[which],
             steps=steps,
@@ -84,7 +84,7 @@ def test_a_run_continues_at_the_same_places_as_it_would_have_gone_on(
     done = round(share * len(places))
     start = Start(step=done, samples=sum(size for *_, size in places[:done]))
     assert _places(phases, start, max_tokens) == places[done:]
-    forked = one_after_another(phases, _origin(phases, start))
+    forked = place_phases(phases, _origin(phases, start))
     assert _places(forked, start, max_tokens) == places[done:]
     later = (done + len(places)) // 2
     after = Start(step=later, samples=sum(size for *_, size in places[:later]))
@@ -94,7 +94,7 @@ def test_a_run_continues_at_the_same_places_as_it_would_have_gone_on(
 def _origin(phases: tuple[Phase, ...], start: Start) -> Origin[str]:
     """Where a run goes on that another one with these phases has begun."""
     urls = [[phase.batches.url] for phase in phases]
-    taken = positions_after(start.step, [phase.size for phase in phases], urls)
+    taken = compute_positions_after(start.step, [phase.size for phase in phases], urls)
     return Origin(step=start.step, samples=start.samples, positions=taken)
 
 
@@ -102,7 +102,7 @@ def test_a_fork_with_other_phases_reads_on_what_it_shares(data_sets: list[Batche
     """In another phase, of another batch size; of other data it begins with the first sample."""
     first, second = data_sets
     origin = Origin(step=7, samples=70, positions={first.url: 70})
-    phases = one_after_another(
+    phases = place_phases(
         [
             Phase(batches=second, steps=9, batch_size=5),
             Phase(batches=first, steps=2, batch_size=20),

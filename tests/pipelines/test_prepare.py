@@ -16,7 +16,7 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, read_stripes
 from elastrata_pipelines.inspection import verify
 from elastrata_pipelines.preparation import PrepareConfig, prepare
-from elastrata_pipelines.preparation.target import KEPT_TOKENIZER, kept_tokenizer
+from elastrata_pipelines.preparation.target import KEPT_TOKENIZER, load_kept_tokenizer
 from elastrata_pipelines.storage import Storage
 from support.corpus import whole_config, write_corpus
 from support.texts import plain_text
@@ -227,10 +227,10 @@ def test_an_interrupted_preparation_keeps_its_tokenizer(tmp_path: Path) -> None:
 
     for damaged in (kept[:-20], kept.replace(b"version", b"venison", 1), b"[]"):
         Storage(whole).write(damaged, KEPT_TOKENIZER)
-        assert kept_tokenizer(Storage(whole), first.preparation) is None
+        assert load_kept_tokenizer(Storage(whole), first.preparation) is None
     Storage(whole).write(kept, KEPT_TOKENIZER)
-    assert kept_tokenizer(Storage(whole), first.preparation)
-    assert kept_tokenizer(Storage(whole), "0" * 64) is None
+    assert load_kept_tokenizer(Storage(whole), first.preparation)
+    assert load_kept_tokenizer(Storage(whole), "0" * 64) is None
 
 
 def test_mistakes_are_found_before_the_session_begins(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from elastrata.recipe.data_sets import preparations
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import HELD_OUT, Manifest
 from elastrata_pipelines.preparation import PrepareConfig, prepare
@@ -48,7 +48,7 @@ def test_each_source_becomes_a_data_set(folder: Path, ray_local: None) -> None:
     mixed = recipe(folder)
     for path, config in preparations(mixed).items():
         prepare(config, path)
-    found = training_data(mixed)
+    found = find_training_data(mixed)
     assert [Path(url).name for url, _ in found.trained_on] == ["web", "code"]
     manifests = [manifest for _, manifest in found.trained_on]
     assert len({manifest.tokenizer_fingerprint for manifest in manifests}) == 1

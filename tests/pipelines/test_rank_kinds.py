@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastrata_pipelines.deal import WorkModel, deal
-from elastrata_pipelines.speeds import RankKind, different, kinds_of_groups, quantized
+from elastrata_pipelines.speeds import RankKind, distinct_kinds, kinds_of_groups, quantize_speeds
 
 batches = st.lists(st.integers(1, 512), min_size=1, max_size=80).map(np.array)
 ranks = st.lists(st.tuples(st.floats(0.02, 1.0), st.integers(512, 5000)), min_size=1, max_size=12)
@@ -36,7 +36,7 @@ def test_no_rank_gets_more_than_it_has_room_for_and_all_have_equally_many_micro_
         work=work,
         tokens_per_micro_batch=max(budgets),
         multiple=multiple,
-        speeds=() if equally_fast else quantized(paces),
+        speeds=() if equally_fast else quantize_speeds(paces),
         budgets=budgets,
     )
     rows = np.concatenate([hand.rows for hand in dealt.hands])
@@ -60,5 +60,5 @@ def test_ranks_that_compute_together_have_the_room_of_the_smallest() -> None:
     assert kinds_of_groups((BIG, BIG, SMALL, SMALL), copies=2) == (BIG, SMALL)
     (both,) = set(kinds_of_groups((BIG, BIG, SMALL, SMALL), repeats=2))
     assert (both.name, both.most_tokens) == ("A100 + T4", 512)
-    assert different((SMALL, BIG, SMALL)) == (SMALL, BIG)
+    assert distinct_kinds((SMALL, BIG, SMALL)) == (SMALL, BIG)
     assert [kind.budget(n) for kind in (BIG, SMALL) for n in (256, 1024)] == [256, 1024, 256, 512]

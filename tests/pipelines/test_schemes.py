@@ -20,17 +20,17 @@ ranks = st.integers(1, 40)
 
 
 def _in_nodes(lengths: Ints, num_ranks: int) -> list[Ints]:
-    return baselines.exchanged_in_nodes(lengths, num_ranks, ranks_per_node=8)
+    return baselines.assign_exchanged_in_nodes(lengths, num_ranks, ranks_per_node=8)
 
 
 @pytest.mark.parametrize(
     "scheme",
     [
-        baselines.random,
-        baselines.stratified,
+        baselines.assign_consecutive,
+        baselines.assign_stratified,
         _in_nodes,
-        baselines.sorted_round_robin,
-        baselines.sorted_to_and_fro,
+        baselines.assign_round_robin,
+        baselines.assign_alternating,
     ],
 )
 @given(lengths=lengths_of_batches, num_ranks=ranks)
@@ -46,8 +46,8 @@ def test_every_row_has_one_rank(
 
 def test_sorted_rows_are_dealt_in_turn_or_to_and_fro() -> None:
     lengths = np.array([60, 50, 40, 30, 20, 10])
-    in_turn = [share.tolist() for share in baselines.sorted_round_robin(lengths, 3)]
-    to_and_fro = [share.tolist() for share in baselines.sorted_to_and_fro(lengths, 3)]
+    in_turn = [share.tolist() for share in baselines.assign_round_robin(lengths, 3)]
+    to_and_fro = [share.tolist() for share in baselines.assign_alternating(lengths, 3)]
     assert in_turn == [[0, 3], [1, 4], [2, 5]]
     assert to_and_fro == [[0, 5], [1, 4], [2, 3]]
 
@@ -55,7 +55,7 @@ def test_sorted_rows_are_dealt_in_turn_or_to_and_fro() -> None:
 @given(lengths_of_batches, ranks)
 def test_a_rank_has_a_row_of_every_whole_stratum(lengths: Ints, num_ranks: int) -> None:
     descending = -np.sort(-lengths)
-    for share in baselines.stratified(lengths, num_ranks):
+    for share in baselines.assign_stratified(lengths, num_ranks):
         for stratum in range(len(lengths) // num_ranks):
             band = descending[stratum * num_ranks : (stratum + 1) * num_ranks]
             assert band[-1] <= lengths[share[stratum]] <= band[0]
@@ -65,11 +65,15 @@ def test_a_rank_has_a_row_of_every_whole_stratum(lengths: Ints, num_ranks: int) 
 def test_a_node_of_one_exchanges_nothing_and_a_node_of_all_sorts_everything(
     lengths: Ints, num_ranks: int
 ) -> None:
-    alone = baselines.exchanged_in_nodes(lengths, num_ranks, ranks_per_node=1)
-    for share, stratified in zip(alone, baselines.stratified(lengths, num_ranks), strict=True):
+    alone = baselines.assign_exchanged_in_nodes(lengths, num_ranks, ranks_per_node=1)
+    for share, stratified in zip(
+        alone, baselines.assign_stratified(lengths, num_ranks), strict=True
+    ):
         assert sorted(share.tolist()) == sorted(stratified.tolist())
-    together = baselines.exchanged_in_nodes(lengths, num_ranks, ranks_per_node=num_ranks)
-    for share, dealt in zip(together, baselines.sorted_to_and_fro(lengths, num_ranks), strict=True):
+    together = baselines.assign_exchanged_in_nodes(lengths, num_ranks, ranks_per_node=num_ranks)
+    for share, dealt in zip(
+        together, baselines.assign_alternating(lengths, num_ranks), strict=True
+    ):
         assert lengths[share].tolist() == lengths[dealt].tolist()
 
 
@@ -84,7 +88,7 @@ def test_first_fit_takes_the_longest_row_first_and_the_first_bin_with_room(
         expected = fitting[0] if fitting else len(filled)
         filled += [0] * (expected == len(filled))
         filled[expected] += length
-    bins = baselines.first_fit(lengths, capacity)
+    bins = baselines.pack_first_fit(lengths, capacity)
     assert np.bincount(bins, weights=lengths).tolist() == filled
 
 

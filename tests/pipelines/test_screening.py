@@ -19,9 +19,9 @@ from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.preparation import PrepareConfig, prepare
 from elastrata_pipelines.preparation.deduplication import (
     PERMUTATIONS,
-    duplicates,
-    near_duplicates,
-    normalised_hash,
+    find_duplicates,
+    find_near_duplicates,
+    hash_text,
 )
 from elastrata_pipelines.preparation.filters import FilterConfig, Filters, check_filters
 from support.texts import plain_text
@@ -121,13 +121,13 @@ def test_functions_that_are_not_there_are_told_at_once(installed: None) -> None:
 
 def test_what_differs_in_form_alone_is_a_duplicate() -> None:
     same = ["A ﬁne day.", "a fine\n  day.", " A FINE\u00a0DAY. "]
-    assert len({normalised_hash(text) for text in same}) == 1
-    assert normalised_hash("a fine day") != normalised_hash(same[0])
+    assert len({hash_text(text) for text in same}) == 1
+    assert hash_text("a fine day") != hash_text(same[0])
 
 
 @given(st.lists(st.integers(0, 9)))
 def test_the_first_of_equal_documents_stays(values: list[int]) -> None:
-    flags = duplicates(np.array(values, np.uint64))
+    flags = find_duplicates(np.array(values, np.uint64))
     assert flags.tolist() == [value in values[:place] for place, value in enumerate(values)]
 
 
@@ -147,7 +147,7 @@ def test_near_duplicates_of_one_that_stays_go_and_others_stay() -> None:
     seconds = np.array([_near(rng, one, 0.95) for one in firsts])
     thirds = np.array([_near(rng, one, 0.95) for one in seconds])
     others = np.array([_near(rng, one, 0.6) for one in firsts])
-    flags = near_duplicates(np.concatenate([firsts, seconds, thirds, others]), 0.8)
+    flags = find_near_duplicates(np.concatenate([firsts, seconds, thirds, others]), 0.8)
     assert flags.reshape(4, 300).sum(axis=1).tolist() == [0, 300, 300, 0]
 
 

@@ -7,7 +7,12 @@ from pathlib import Path
 from elastrata_pipelines.preparation import SourceConfig
 from elastrata_pipelines.preparation.documents import read_documents
 from elastrata_pipelines.preparation.portions import read_portions
-from elastrata_pipelines.preparation.provenance import OTHER, count_reasons, in_words, total
+from elastrata_pipelines.preparation.provenance import (
+    OTHER,
+    count_reasons,
+    format_counts,
+    sum_counts,
+)
 from elastrata_pipelines.preparation.sources import find_files
 
 LINES = {
@@ -32,8 +37,8 @@ def test_every_problem_has_its_reason(tmp_path: Path) -> None:
     reasons = [next(iter(count_reasons([problem]))) for problem in problems]
     assert reasons == [*LINES.values(), "not UTF-8"]
     assert OTHER not in reasons
-    counts = total([count_reasons(problems), {"not JSON": 1000}])
+    counts = sum_counts([count_reasons(problems), {"not JSON": 1000}])
     assert list(counts) == [
         "not JSON", "no text field", "not UTF-8", "not text", "half of a surrogate pair",
     ]  # fmt: skip
-    assert in_words(counts).startswith("1,002 not JSON, 2 no text field, ")
+    assert format_counts(counts).startswith("1,002 not JSON, 2 no text field, ")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastrata_pipelines.hashing import mix
-from elastrata_pipelines.preparation.shards import MAX_STRATA, stored_order, strata
+from elastrata_pipelines.preparation.shards import MAX_STRATA, assign_strata, compute_stored_order
 
 lengths_of_data_sets = st.one_of(
     st.lists(st.integers(1, 40), min_size=1, max_size=400),
@@ -24,7 +24,7 @@ def keys(count: int) -> np.ndarray:
 def test_every_sample_is_stored_once_and_stripes_are_presorted(
     lengths: np.ndarray, stripe_size: int
 ) -> None:
-    order = stored_order(keys(len(lengths)), lengths, stripe_size)
+    order = compute_stored_order(keys(len(lengths)), lengths, stripe_size)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     for first in range(0, len(order), stripe_size):
         assert np.all(np.diff(lengths[order[first : first + stripe_size]]) <= 0)
@@ -34,8 +34,8 @@ def test_every_sample_is_stored_once_and_stripes_are_presorted(
 def test_every_stripe_holds_its_share_of_every_stratum(
     lengths: np.ndarray, stripe_size: int
 ) -> None:
-    order = stored_order(keys(len(lengths)), lengths, stripe_size)
-    bands = strata(lengths)
+    order = compute_stored_order(keys(len(lengths)), lengths, stripe_size)
+    bands = assign_strata(lengths)
     present = np.unique(bands)
     assert len(present) <= MAX_STRATA
     for first in range(0, len(order), stripe_size):
@@ -53,6 +53,6 @@ def test_the_order_does_not_depend_on_the_order_of_the_input(
 ) -> None:
     known = keys(len(lengths))
     shuffled = np.argsort(mix(known))
-    one = known[stored_order(known, lengths, stripe_size)]
-    other = known[shuffled][stored_order(known[shuffled], lengths[shuffled], stripe_size)]
+    one = known[compute_stored_order(known, lengths, stripe_size)]
+    other = known[shuffled][compute_stored_order(known[shuffled], lengths[shuffled], stripe_size)]
     assert np.array_equal(one, other)

@@ -17,11 +17,11 @@ from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.groups import Group
 from elastrata_pipelines.hashing import digest
 from elastrata_pipelines.order import Order
-from elastrata_pipelines.payload import MisdealtError, RankStep, decode, in_turn
-from elastrata_pipelines.phase import Phase, one_after_another
+from elastrata_pipelines.payload import RankStep, WrongStepError, check_order, decode
+from elastrata_pipelines.phase import Phase, place_phases
 from elastrata_pipelines.speeds import FixedSpeeds, RankKind
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.stream import RankStream, dealt, descriptors
+from elastrata_pipelines.stream import RankStream, descriptors, split_dealt_groups
 from support.synthetic import write_data_set
 
 STEPS, BATCH = 23, 29
@@ -70,10 +70,10 @@ def _expected(batches: Batches) -> dict[int, tuple[int, ...]]:
 
 def test_ranks_of_a_group_get_the_same_rows(ray_local, batches) -> None:
     phases = [Phase(batches=batches, steps=STEPS, batch_size=BATCH)]
-    cube = dealt(descriptors(phases, Start()), phases, 8, copies=2, repeats=2)
+    cube = split_dealt_groups(descriptors(phases, Start()), phases, 8, copies=2, repeats=2)
     with ThreadPoolExecutor(8) as pool:
         parts = list(pool.map(_collect, cube))
-    apart = dealt(descriptors(phases, Start()), phases, 2)
+    apart = split_dealt_groups(descriptors(phases, Start()), phases, 2)
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(_collect, apart)
     assert parts == [one, one, other, other] * 2
@@ -84,7 +84,7 @@ def test_ranks_of_several_speeds_get_the_same_batches(ray_local, batches) -> Non
     """The third rank is a tenth as fast, and has groups of four steps of its own."""
     phases = [Phase(batches=batches, steps=STEPS, batch_size=BATCH)]
     source = descriptors(phases, Start(), max_steps=4)
-    splits = dealt(source, phases, 3, speeds=FixedSpeeds((256, 128, 25)))
+    splits = split_dealt_groups(source, phases, 3, speeds=FixedSpeeds((256, 128, 25)))
     with ThreadPoolExecutor(3) as pool:
         parts = list(pool.map(_collect, splits))
     expected = _expected(batches)
@@ -105,7 +105,7 @@ def test_ranks_of_several_speeds_get_the_same_batches(ray_local, batches) -> Non
 def test_each_rank_gets_its_part_in_order(ray_local, batches, world_size, start) -> None:
     begin = Start(step=start, samples=start * BATCH)
     phases = [Phase(batches=batches, steps=STEPS, batch_size=BATCH)]
-    iterators = dealt(descriptors(phases, begin), phases, world_size)
+    iterators = split_dealt_groups(descriptors(phases, begin), phases, world_size)
     with ThreadPoolExecutor(world_size) as pool:
         parts = list(pool.map(_collect, iterators))
 
@@ -127,7 +127,7 @@ def test_phases_follow_on_one_another_in_one_stream(ray_local, batches, tmp_path
         manifest=Manifest.read(Storage(str(tmp_path))),
         order=replace(batches.order, num_samples=manifest.samples),
     )
-    phases = one_after_another(
+    phases = place_phases(
         [
             Phase(batches=batches, steps=4, batch_size=10),
             Phase(batches=other, steps=3, batch_size=7),
@@ -138,7 +138,7 @@ def test_phases_follow_on_one_another_in_one_stream(ray_local, batches, tmp_path
     places = [(batches, 10 * k) for k in range(4)] + [(other, 7 * k) for k in range(3)]
     places += [(batches, 40 + 20 * k) for k in range(4)]
     begin = Start(step=start, samples=sum(sizes[:start]))
-    (iterator,) = dealt(descriptors(phases, begin), phases, 1)
+    (iterator,) = split_dealt_groups(descriptors(phases, begin), phases, 1)
     steps = list(RankStream(iterator, "uint16"))
     assert [step.step for step in steps] == list(range(start + 1, 12))
     for step in steps:
@@ -154,7 +154,7 @@ def test_phases_follow_on_one_another_in_one_stream(ray_local, batches, tmp_path
 def test_nothing_is_left_after_the_last_step(ray_local, batches) -> None:
     done = Start(step=5, samples=145)
     phases = [Phase(batches=batches, steps=5, batch_size=BATCH)]
-    (iterator,) = dealt(descriptors(phases, done), phases, 1)
+    (iterator,) = split_dealt_groups(descriptors(phases, done), phases, 1)
     assert list(RankStream(iterator, "uint16")) == []
 
 
@@ -234,16 +234,16 @@ def _turns(batches: Batches, *ranks: int, num_ranks: int = 3) -> Iterator[RankSt
 
 
 def _told(steps: Iterable[RankStep], *, done: int = 0, last: int = 3) -> str:
-    with pytest.raises(MisdealtError) as refused:
-        list(in_turn(steps, 1, 3, done=done, last=last))
+    with pytest.raises(WrongStepError) as refused:
+        list(check_order(steps, 1, 3, done=done, last=last))
     return str(refused.value)
 
 
 def test_a_rank_takes_its_own_steps_in_their_order(batches) -> None:
     mine = list(_turns(batches, 1, 1, 1))
-    assert [step.step for step in in_turn(mine, 1, 3, done=0, last=3)] == [1, 2, 3]
-    assert [step.step for step in in_turn(mine[1:], 1, 3, done=1, last=3)] == [2, 3]
-    assert list(in_turn([], 1, 3, done=3, last=3)) == []
+    assert [step.step for step in check_order(mine, 1, 3, done=0, last=3)] == [1, 2, 3]
+    assert [step.step for step in check_order(mine[1:], 1, 3, done=1, last=3)] == [2, 3]
+    assert list(check_order([], 1, 3, done=3, last=3)) == []
 
 
 def test_a_payload_of_another_rank_is_an_error(batches) -> None:
@@ -270,12 +270,14 @@ def test_steps_out_of_order_or_missing_are_an_error(batches, order, done, line) 
 
 
 def test_ray_hands_every_rank_its_own_payloads(ray_local, batches) -> None:
-    """What `in_turn` refuses does not happen with the Ray that is installed, with copies or not."""
+    """The installed Ray delivers what `check_order` demands, with copies or not."""
     phases = [Phase(batches=batches, steps=STEPS, batch_size=BATCH)]
     for copies, repeats in ((1, 1), (2, 2)):
-        splits = dealt(descriptors(phases, Start()), phases, 4, copies=copies, repeats=repeats)
+        splits = split_dealt_groups(
+            descriptors(phases, Start()), phases, 4, copies=copies, repeats=repeats
+        )
         with ThreadPoolExecutor(4) as pool:
             parts = list(pool.map(lambda split: list(RankStream(split, "uint16")), splits))
         for rank, steps in enumerate(parts):
             own = data_rank(rank, 4, copies, repeats)
-            assert list(in_turn(steps, own.rank, own.dp_size, done=0, last=STEPS)) == steps
+            assert list(check_order(steps, own.rank, own.dp_size, done=0, last=STEPS)) == steps

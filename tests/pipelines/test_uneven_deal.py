@@ -7,11 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata_pipelines.balance import drawn_batches
+from elastrata_pipelines.balance import draw_batches
 from elastrata_pipelines.deal import Deal, WorkModel, deal
-from elastrata_pipelines.speeds import FULL_SPEED, Speeds, least_samples, of_groups, quantized
-from elastrata_pipelines.uneven_shares import seconds_within, soonest
-from elastrata_pipelines.virtual_ranks import deal_to_virtual, players
+from elastrata_pipelines.speeds import (
+    FULL_SPEED,
+    Speeds,
+    least_samples,
+    paces_of_data_ranks,
+    quantize_speeds,
+)
+from elastrata_pipelines.uneven_shares import assign_soonest, least_seconds_within_room
+from elastrata_pipelines.virtual_ranks import assign_virtual_ranks, deal_to_virtual
 from support.wikipedia import histogram
 
 WORK = WorkModel(linear=24 * 1024**2, quadratic=4 * 1024)
@@ -43,7 +49,7 @@ def test_every_row_is_dealt_once_in_micro_batches_under_the_budget(
         work=work,
         tokens_per_micro_batch=budget,
         multiple=multiple,
-        speeds=quantized(paces),
+        speeds=quantize_speeds(paces),
     )
     rows = np.concatenate([hand.rows for hand in dealt.hands])
     assert sorted(rows.tolist()) == list(range(len(lengths)))
@@ -60,7 +66,7 @@ def test_every_row_is_dealt_once_in_micro_batches_under_the_budget(
 def test_no_rank_takes_longer_than_the_ideal_and_one_row_at_the_mean_speed(
     lengths: np.ndarray, paces: list[float]
 ) -> None:
-    speeds = quantized(paces)
+    speeds = quantize_speeds(paces)
     dealt = deal(
         lengths, num_ranks=len(paces), work=WORK, tokens_per_micro_batch=512, speeds=speeds
     )
@@ -83,7 +89,7 @@ def test_each_row_goes_to_the_rank_that_is_done_with_it_first(
     for cost in costs.tolist():
         first = (busy + cost * (1 / rates)).argmin()
         busy[first] += cost * (1 / rates[first])
-    ranks = soonest(costs, rates)
+    ranks = assign_soonest(costs, rates)
     assert len(ranks) == len(costs)
     found = np.bincount(ranks, weights=costs, minlength=len(rates)) / rates
     assert found == pytest.approx(busy)
@@ -103,9 +109,9 @@ def test_equal_speeds_deal_as_none(lengths: np.ndarray, num_ranks: int, work: Wo
 
 @pytest.mark.parametrize("paces", [(1, 0.8, 0.5, 0.25), (1, 0.93, 0.41, 0.3)])
 def test_1024_ranks_of_four_kinds_balance_to_a_hundredth(paces: tuple[float, ...]) -> None:
-    speeds = quantized([paces[rank * 4 // 1024] for rank in range(1024)])
+    speeds = quantize_speeds([paces[rank * 4 // 1024] for rank in range(1024)])
     true = np.array([paces[rank * 4 // 1024] for rank in range(1024)])
-    for lengths in drawn_batches(histogram(), batch_size=16 * 1024, steps=3):
+    for lengths in draw_batches(histogram(), batch_size=16 * 1024, steps=3):
         dealt = deal(
             lengths, num_ranks=1024, work=WORK, tokens_per_micro_batch=16384, speeds=speeds
         )
@@ -132,13 +138,13 @@ def test_work_that_can_be_cut_anywhere_is_all_done(
     """Ranks that have room for the work by `share` more than they must."""
     rates, rooms = np.array(paces), np.array(paces[::-1]) ** 2
     most = total * rooms / rooms.sum() * (1 + share)
-    seconds = seconds_within(total, rates, most)
+    seconds = least_seconds_within_room(total, rates, most)
     assert np.minimum(rates * seconds, most).sum() == pytest.approx(total)
 
 
 @given(paces, st.data())
 def test_the_fewest_samples_that_give_a_rank_one(paces: list[float], data: st.DataObject) -> None:
-    speeds = quantized(paces)
+    speeds = quantize_speeds(paces)
     rank = data.draw(st.integers(0, len(speeds) - 1))
     fewest = least_samples(speeds, rank)
 
@@ -158,23 +164,23 @@ def test_the_fewest_samples_that_give_a_rank_one(paces: list[float], data: st.Da
 
 
 def test_a_group_is_as_fast_as_its_slowest_member() -> None:
-    assert of_groups([4, 3, 2, 1]) == [4, 3, 2, 1]
-    assert of_groups([4, 3, 2, 1], copies=2) == [3, 1]
-    assert of_groups([4, 3, 2, 1], repeats=2) == [2, 1]
-    assert of_groups([8, 7, 6, 5, 4, 3, 2, 1], copies=2, repeats=2) == [3, 1]
+    assert paces_of_data_ranks([4, 3, 2, 1]) == [4, 3, 2, 1]
+    assert paces_of_data_ranks([4, 3, 2, 1], copies=2) == [3, 1]
+    assert paces_of_data_ranks([4, 3, 2, 1], repeats=2) == [2, 1]
+    assert paces_of_data_ranks([8, 7, 6, 5, 4, 3, 2, 1], copies=2, repeats=2) == [3, 1]
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_pace_that_cannot_be_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="positive, finite"):
-        quantized([1.0, bad])
+        quantize_speeds([1.0, bad])
 
 
 @given(st.integers(1, 24), st.lists(st.integers(1, FULL_SPEED), min_size=1, max_size=9))
 def test_virtual_ranks_are_played_once_and_in_no_more_time_than_by_all_ranks(
     virtual_ranks: int, speeds: list[int]
 ) -> None:
-    rounds = players(virtual_ranks, tuple(speeds))
+    rounds = assign_virtual_ranks(virtual_ranks, tuple(speeds))
     assert sum(map(len, rounds)) == virtual_ranks
     assert all(list(ranks) == sorted(set(ranks)) for ranks in rounds)
     seconds = sum(1 / min(speeds[rank] for rank in ranks) for ranks in rounds)
@@ -183,9 +189,9 @@ def test_virtual_ranks_are_played_once_and_in_no_more_time_than_by_all_ranks(
 
 
 def test_a_slow_rank_sits_out_rounds_that_it_would_hold_up() -> None:
-    assert players(6, (256, 256, 256, 100)) == ((0, 1, 2), (0, 1, 2))
-    assert players(7, (256, 256, 256, 200)) == ((0, 1, 2, 3), (0, 1, 2))
-    assert players(4, (256, 128)) == ((0, 1), (0, 1))
+    assert assign_virtual_ranks(6, (256, 256, 256, 100)) == ((0, 1, 2), (0, 1, 2))
+    assert assign_virtual_ranks(7, (256, 256, 256, 200)) == ((0, 1, 2, 3), (0, 1, 2))
+    assert assign_virtual_ranks(4, (256, 128)) == ((0, 1), (0, 1))
 
 
 @given(lengths_of_batches, st.integers(1, 9), paces)
@@ -199,7 +205,7 @@ def test_virtual_ranks_hold_the_rows_that_they_would_without_speeds(
         num_ranks=len(paces),
         work=WORK,
         tokens_per_micro_batch=512,
-        speeds=quantized(paces),
+        speeds=quantize_speeds(paces),
     )
     per_round = len(whole.hands[0].cuts) - 1
     played = [

@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from elastrata_pipelines.storage import write_whole
+from elastrata_pipelines.storage import write_atomically
 
 OLD, NEW = b"steps: 1\n" * 9, b"steps: 2\n" * 99
 
@@ -24,19 +24,19 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, limit: int, is_there:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            write_whole(path, NEW)
+            write_atomically(path, NEW)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [OLD] * is_there
-    write_whole(path, NEW)
+    write_atomically(path, NEW)
     assert path.read_bytes() == NEW
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     path = tmp_path / "link"
     path.symlink_to(tmp_path / "file")
-    write_whole(path, OLD)
-    write_whole(path, NEW)
+    write_atomically(path, OLD)
+    write_atomically(path, NEW)
     assert path.is_symlink()
     assert (tmp_path / "file").read_bytes() == NEW
 
@@ -47,7 +47,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     read: list[bytes] = []
     reader = Thread(target=lambda: read.append(path.read_bytes()))
     reader.start()
-    write_whole(path, NEW)
+    write_atomically(path, NEW)
     reader.join()
     assert read == [NEW]
     assert path.is_fifo()

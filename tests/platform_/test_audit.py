@@ -22,7 +22,7 @@ from elastrata.run.audit import (
     sequence_problems,
 )
 from elastrata.run.fork import span
-from elastrata.run.history import read
+from elastrata.run.history import read_entries
 from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys
 from support.histories import BATCH, Entry, started, stepped, write_part
@@ -53,7 +53,9 @@ def _alter(copy: Path, change: Callable[[list[Entry]], object]) -> None:
     no chain then, and neither has nor names checkpoints, which would tell."""
     shutil.rmtree(copy / "checkpoints", ignore_errors=True)
     folder = copy / "history"
-    entries = [entry for entry in read(Storage(str(folder))) if entry["kind"] != "committed"]
+    entries = [
+        entry for entry in read_entries(Storage(str(folder))) if entry["kind"] != "committed"
+    ]
     change(entries)
     shutil.rmtree(folder)
     by_attempt: dict[int, list[Entry]] = {}
@@ -78,7 +80,7 @@ def test_a_run_is_proven(trained: Path, capsys: pytest.CaptureFixture[str]) -> N
     code, result = _audit(capsys, trained)
     assert code == 0
     assert list(result) == documented_keys("audit")
-    done = read(Storage(str(trained / "history")))
+    done = read_entries(Storage(str(trained / "history")))
     assert result.pop("digest") == digest_of([_step(done, n + 1) for n in range(STEPS)])
     attempt = {"attempt": 1, "world_size": 1, "first": 1, "last": STEPS, "rolled_back": 0}
     attempt["at_least"] = False
@@ -101,7 +103,7 @@ def test_a_run_is_proven(trained: Path, capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     assert f"{STEPS} steps, each once; 1,260 samples without a gap" in shown
     assert "3.15 times through: every sample once in each epoch" in shown
-    assert _step(read(Storage(str(trained / "history"))), 17)["digest"] in shown
+    assert _step(read_entries(Storage(str(trained / "history"))), 17)["digest"] in shown
 
 
 def test_two_runs_are_equal(trained: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,20 +19,20 @@ from elastrata.planner.choice import (
     USABLE,
     Choice,
     Choices,
-    Correction,
-    budgets,
+    MemoryCorrection,
     fastest_together,
+    micro_batch_budgets,
     smallest_together,
 )
 from elastrata.planner.cluster import read_cluster
-from elastrata.planner.devices import DEVICES, GPU, device_like
+from elastrata.planner.devices import DEVICES, GPU, match_device
 from elastrata.planner.layout import Layout
 from elastrata.planner.operations import Machine
-from elastrata.planner.stack import elastrata
+from elastrata.planner.stack import engine_stack
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.events import Chosen
-from elastrata.trainer.autotune import Automatic, PhaseChoices, what_fits
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.autotune import ChoiceTuner, PhaseChoices, describe_fitting_choices
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.rows import Rows
@@ -60,10 +60,10 @@ def _choices(
     return Choices(
         model=model,
         cluster=read_cluster("8xA100"),
-        machine=Machine(DEVICES["A100-80GB"], GPU, elastrata("bf16", "fp32")),
+        machine=Machine(DEVICES["A100-80GB"], GPU, engine_stack("bf16", "fp32")),
         layout=Layout(**(layout or {"shards": 8})),
         batch_size=batch_size,
-        budgets=budgets(model.seq_len, batch_size),
+        budgets=micro_batch_budgets(model.seq_len, batch_size),
         policies=("none", "full"),
         syncs=syncs,
     )
@@ -104,7 +104,7 @@ def test_no_step_needs_more_than_there_is(
 ) -> None:
     """Of a device whose steps need up to twice as much for their activations as the plan says, and
     something beside; micro-batches are not always full."""
-    choices, correction = _choices(), Correction()
+    choices, correction = _choices(), MemoryCorrection()
     smallest = choices.bytes(choices.smallest)
 
     def needed(choice: Choice, tokens: int) -> float:
@@ -144,7 +144,7 @@ def test_no_step_needs_more_than_there_is(
     ],
 )
 def test_devices_are_known_by_their_drivers_names(name: str, known: str) -> None:
-    assert device_like(name).name == known
+    assert match_device(name).name == known
 
 
 def test_every_phase_chooses_and_the_second_goes_by_what_the_first_has_shown() -> None:
@@ -154,7 +154,7 @@ def test_every_phase_chooses_and_the_second_goes_by_what_the_first_has_shown() -
         PhaseChoices(last_step=12, kinds=(_choices(batch_size=32, shards=1),)),
     ]
     cpu, memory = torch.device("cpu"), 2**40
-    chooser = Automatic(phases, "none", ways.append, cpu, memory)
+    chooser = ChoiceTuner(phases, "none", ways.append, cpu, memory)
     news: list[Chosen] = []
     foreseen: list[int] = []
     for part in chooser.cut((_empty_step(number) for number in range(1, 13)), news.append):
@@ -170,17 +170,17 @@ def test_every_phase_chooses_and_the_second_goes_by_what_the_first_has_shown() -
     assert ways == ["full", "none"]
     settled = chooser.state()
     assert list(settled["chosen"]) == ["tp1 pp1 1x1, phase 0", "tp1 pp1 1x1, phase 1"]
-    again = Automatic(phases, "none", ways.append, cpu, memory)
+    again = ChoiceTuner(phases, "none", ways.append, cpu, memory)
     again.restore(settled)
     (kept,) = _news(again, 9)
     assert (kept.micro_batch_tokens, kept.activation_checkpointing) == (tokens[-1], "none")
-    smaller = Automatic(phases, "none", ways.append, cpu, 2**35)
+    smaller = ChoiceTuner(phases, "none", ways.append, cpu, 2**35)
     smaller.restore(settled)
     (anew,) = _news(smaller, 9)
     assert anew.text.startswith("first; the plan has")
 
 
-def _news(chooser: Automatic, step: int) -> list[Chosen]:
+def _news(chooser: ChoiceTuner, step: int) -> list[Chosen]:
     news: list[Chosen] = []
     list(chooser.cut([_empty_step(step)], news.append))
     return news
@@ -307,7 +307,7 @@ def test_what_ran_out_of_memory_is_not_chosen_again() -> None:
     """Nor anything that needs as much, in whatever group comes after, though one settled on it."""
     phases = [PhaseChoices(last_step=12, kinds=(_choices(batch_size=4, shards=1),))]
     cpu, memory = torch.device("cpu"), 2**40
-    first = Automatic(phases, "none", lambda _: None, cpu, memory)
+    first = ChoiceTuner(phases, "none", lambda _: None, cpu, memory)
     assert first.ran_out() is None, "no step was taken"
     for _ in first.cut((_empty_step(number) for number in range(1, 8)), lambda _: None):
         pass
@@ -317,22 +317,22 @@ def test_what_ran_out_of_memory_is_not_chosen_again() -> None:
     assert ran_out.group == "tp1 pp1 1x1, phase 0"
     needed = phases[0].kinds[0].bytes(Choice(**ran_out.choice))
 
-    def taken(chooser: Automatic) -> list[float]:
+    def taken(chooser: ChoiceTuner) -> list[float]:
         found = []
         for _ in chooser.cut((_empty_step(number) for number in range(8, 13)), lambda _: None):
             found.append(phases[0].kinds[0].bytes(Choice(**chooser.figures())))
         return found
 
-    again = Automatic(phases, "none", lambda _: None, cpu, memory)
+    again = ChoiceTuner(phases, "none", lambda _: None, cpu, memory)
     again.restore(first.state())
     assert taken(again)[0] == needed, "as before in such a group"
-    second = Automatic(phases, "none", lambda _: None, cpu, memory)
+    second = ChoiceTuner(phases, "none", lambda _: None, cpu, memory)
     second.restore(first.state())
     second.avoid([ran_out, replace(ran_out, group="tp2 pp1 1x1, phase 0", choice={})])
     assert max(taken(second)) < needed
     then = second.ran_out()
     assert then is not None
-    third = Automatic(phases, "none", lambda _: None, cpu, memory)
+    third = ChoiceTuner(phases, "none", lambda _: None, cpu, memory)
     third.avoid([then, ran_out])
     assert max(taken(third)) < phases[0].kinds[0].bytes(Choice(**then.choice))
 
@@ -345,7 +345,7 @@ def test_settings_that_fit_are_named(folder: Path) -> None:
     def line(gigabytes: float, **changes: Any) -> str:
         workers = {**values["workers"], "memory_gb": gigabytes}
         recipe = Recipe.model_validate({**values, **changes, "workers": workers})
-        return what_fits(recipe, training_data(recipe).phases)
+        return describe_fitting_choices(recipe, find_training_data(recipe).phases)
 
     told = line(0.36)
     assert told.startswith("out of memory: CPU, 0.3 GiB: micro_batch_tokens=3072")

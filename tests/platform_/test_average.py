@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from elastrata.checkpoints.commit import Commit, commits
+from elastrata.checkpoints.commit import Commit, list_commits
 from elastrata.checkpoints.state import ModelTensors
 from elastrata.cli.main import run as run_here
 from elastrata.inference.evaluation import evaluate_run
@@ -51,7 +51,7 @@ def averaging(folder: Path) -> Path:
 
 
 def commit_of(run: Path, step: int) -> Commit:
-    found = commits(Storage(str(run)).sub("checkpoints"))
+    found = list_commits(Storage(str(run)).sub("checkpoints"))
     return next(commit for commit in found if commit.step == step)
 
 
@@ -60,7 +60,7 @@ def weights(run: Path, step: int, wanted: str = "trained") -> dict[str, Tensor]:
 
 
 def evaluations(run: Path) -> list[Any]:
-    entries = history.read(Storage(str(run)).sub("history"))
+    entries = history.read_entries(Storage(str(run)).sub("history"))
     return [entry["eval/loss"] for entry in history.surviving_evaluations(entries)]
 
 
@@ -85,7 +85,7 @@ def test_tied_weights_have_one_average_and_what_is_no_number_has_none() -> None:
     assert list(state) == ["embedding", "head"]
     assert state["embedding"] is state["head"]
     assert state["head"].tolist() == [2.0, 2.0]
-    with average.in_place():
+    with average.swap_in():
         assert weight.tolist() == [2.0, 2.0]
     assert weight.tolist() == [3.0, 3.0]
 

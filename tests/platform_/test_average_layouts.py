@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.checkpoints.state import ModelTensors
 from elastrata.step.average import AVERAGE
 from elastrata_pipelines.storage import Storage
@@ -63,7 +63,7 @@ def _averaged(folder: Path, url: Path, name: str, layouts: Sequence[Layout]) -> 
 
 def _newest(url: Path) -> dict[str, Tensor]:
     storage = Storage(str(url))
-    return dict(ModelTensors(storage, commits(storage)[0], AVERAGE))
+    return dict(ModelTensors(storage, list_commits(storage)[0], AVERAGE))
 
 
 @pytest.mark.parametrize(

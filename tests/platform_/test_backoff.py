@@ -13,7 +13,7 @@ from elastrata_pipelines.retry import (
     FIRST_PAUSE_SECONDS,
     LONGEST_PAUSE_SECONDS,
     Backoff,
-    patiently,
+    retry_storage_action,
 )
 
 NOW = st.floats(0, 1e9)
@@ -22,23 +22,23 @@ NOW = st.floats(0, 1e9)
 def after(failures: int, now: float = 0.0) -> Backoff:
     backoff = Backoff()
     for _ in range(failures):
-        backoff = backoff.failed(now)
+        backoff = backoff.after_failure(now)
     return backoff
 
 
 @given(NOW)
 def test_without_a_failure_nothing_is_due(now: float) -> None:
-    assert not Backoff().retry_due(now)
+    assert not Backoff().is_retry_due(now)
 
 
 @given(st.integers(1, 2000), NOW)
 def test_due_when_the_distance_from_the_newest_failure_is_over(failures: int, now: float) -> None:
-    backoff = after(failures - 1).failed(now)
+    backoff = after(failures - 1).after_failure(now)
     assert backoff.failures == failures
     assert FIRST_PAUSE_SECONDS <= backoff.seconds <= LONGEST_PAUSE_SECONDS
-    assert not backoff.retry_due(now)
-    assert not backoff.retry_due(now + backoff.seconds - 1)
-    assert backoff.retry_due(now + backoff.seconds)
+    assert not backoff.is_retry_due(now)
+    assert not backoff.is_retry_due(now + backoff.seconds - 1)
+    assert backoff.is_retry_due(now + backoff.seconds)
 
 
 def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
             raise answer
         return answer
 
-    assert patiently(ask, "the state", warned.append) == "there"
+    assert retry_storage_action(ask, "the state", warned.append) == "there"
     assert warned == [
         "the state cannot be read, tried again in 0.001 s: away",
         "the state cannot be read, tried again in 0.002 s: still away",
@@ -67,10 +67,12 @@ def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        patiently(fail, "the state", lambda _: None)
+        retry_storage_action(fail, "the state", lambda _: None)
 
     def refuse() -> None:
         raise UserError("wrong")
 
     with pytest.raises(UserError):
-        patiently(refuse, "the state", lambda _: pytest.fail("a user's mistake stays one"))
+        retry_storage_action(
+            refuse, "the state", lambda _: pytest.fail("a user's mistake stays one")
+        )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.audit import expectation
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.groups import BatchSizeWarmup, batch_size_at
 from elastrata_pipelines.storage import Storage
@@ -37,7 +37,7 @@ def recipe(data: Path) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def batches(recipe: dict[str, object]) -> Batches:
-    return training_data(Recipe.model_validate(recipe)).train
+    return find_training_data(Recipe.model_validate(recipe)).train
 
 
 @given(st.integers(1, 50), st.integers(1, 100), st.integers(1, 20), st.integers(1, 100))
@@ -71,7 +71,7 @@ def test_groups_have_every_step_at_its_position_from_wherever_they_start(
 
 def test_the_samples_are_those_of_the_order_at_any_number_of_ranks(data, recipe) -> None:
     storage = Storage(str(data))
-    train = training_data(Recipe.model_validate(recipe)).train
+    train = find_training_data(Recipe.model_validate(recipe)).train
     expected = expectation(
         storage, train.manifest, seed=train.order.seed, window_stripes=train.order.window_stripes
     )

@@ -1,4 +1,4 @@
-"""`begin_with` a folder of transformers: its loss, in any layout; exported again, to the bit; and
+"""`load_parent` a folder of transformers: its loss, in any layout; exported again, to the bit; and
 whatever is wrong with it, in one line each."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.errors import UserError
 from support.begin_ranks import Begun, first_losses
 from support.ranks import run_fresh_ranks, run_ranks
@@ -94,7 +94,7 @@ def test_what_is_exported_at_once_is_equal_to_the_bit(
 ) -> None:
     begun = _begun(folder, kind)
     recipe = Recipe.model_validate(_recipe(folder, kind))
-    vocabulary = training_data(recipe).vocabulary
+    vocabulary = find_training_data(recipe).vocabulary
     recipe.workload.export(begun.weights(), vocabulary, 48, None, tmp_path / "again")
     theirs = load_file(folder / kind / "model.safetensors")
     ours = load_file(tmp_path / "again" / "model.safetensors")

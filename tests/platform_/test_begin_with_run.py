@@ -1,4 +1,4 @@
-"""`begin_with` another run: its weights, in any layout, and whatever does not fit them."""
+"""`load_parent` another run: its weights, in any layout, and whatever does not fit them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.checkpoints.state import (
     MODEL,
     OPTIMIZER,
@@ -24,7 +24,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import read_identity
 from elastrata.sweeps.trial import LoneTrial
 from elastrata.trainer.initial_weights import find_parent
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.begin_ranks import Begun, first_losses, optimizer_states
@@ -72,7 +72,7 @@ def test_a_run_begins_with_the_checkpoint_that_is_named(
     folder: Path, parent: Path, chosen: str, step: int
 ) -> None:
     begun = _begun(folder, f"{parent}{chosen}")
-    (commit,) = (c for c in commits(Storage(str(parent)).sub("checkpoints")) if c.step == step)
+    (commit,) = (c for c in list_commits(Storage(str(parent)).sub("checkpoints")) if c.step == step)
     expected = dict(ModelTensors(Storage(str(parent)).sub("checkpoints"), commit))
     found = begun.weights()
     assert found.keys() == expected.keys()
@@ -133,7 +133,7 @@ def test_and_so_it_does_in_any_layout(
     run = run_fresh_ranks if parallel else run_ranks
     found = run(world_size, optimizer_states, recipe, str(folder / "runs" / "child"))
     storage = Storage(str(parent)).sub("checkpoints")
-    (commit,) = (c for c in commits(storage) if c.step == 2)
+    (commit,) = (c for c in list_commits(storage) if c.step == 2)
     for number, part in enumerate((MODEL, OPTIMIZER)):
         expected = dict(ModelTensors(storage, commit, part))
         assert {name for states in found for name in states[number]} == expected.keys()
@@ -242,7 +242,7 @@ def test_a_run_with_a_checkpoint_needs_its_parent_no_more(folder: Path) -> None:
     assert before is not None
     shutil.rmtree(source)
     recipe = Recipe.model_validate(_recipe(folder, str(source)))
-    found = find_parent(Storage(str(child)), recipe, training_data(recipe), pytest.fail)
+    found = find_parent(Storage(str(child)), recipe, find_training_data(recipe), pytest.fail)
     assert found == before.parent
 
 

@@ -1,4 +1,4 @@
-"""`begin_with`: the ids of the data set's tokenizer, held against those that the weights know; and
+"""`load_parent`: the ids of the data set's tokenizer, held against those that the weights know; and
 models of the hub."""
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from tokenizers.models import WordLevel
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import Parent
 from elastrata.trainer.initial_weights import find_parent
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import FileEntry, Manifest
-from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, as_files, wrap
+from elastrata_pipelines.preparation.tokenizer import (
+    TokenizerFiles,
+    to_files,
+    wrap_for_transformers,
+)
 from elastrata_pipelines.storage import Storage
 from support.synthetic import VOCABULARY, tiny_recipe, write_data_set
 from support.their_models import WORKLOADS, save_theirs
@@ -29,7 +33,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 def _tokenizer(words: Sequence[str]) -> TokenizerFiles:
     model = WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0])
-    return as_files(wrap(tokenizer_object=Tokenizer(model), unk_token=words[0]))
+    return to_files(wrap_for_transformers(tokenizer_object=Tokenizer(model), unk_token=words[0]))
 
 
 def _data_set(folder: Path, words: Sequence[str]) -> None:
@@ -58,7 +62,7 @@ def _found(folder: Path, begin_with: str | dict[str, object]) -> tuple[Parent | 
     values = tiny_recipe(folder / "data", folder / "runs", workload=WORKLOADS["gpt2"])
     recipe, lines = Recipe.model_validate({**values, "begin_with": begin_with}), list[str]()
     run = Storage(str(folder / "runs" / "run"))
-    return find_parent(run, recipe, training_data(recipe), lines.append), lines
+    return find_parent(run, recipe, find_training_data(recipe), lines.append), lines
 
 
 def test_other_ids_are_refused(model: Path, tmp_path: Path) -> None:

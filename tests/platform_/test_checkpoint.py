@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastrata.checkpoints.commit import commits, newest_verified, problems
+from elastrata.checkpoints.commit import file_problems, find_newest_verified, list_commits
 from elastrata.checkpoints.state import ModelTensors
 from elastrata_pipelines.storage import Storage
 from support.checkpoint_ranks import run_scenario
@@ -77,10 +77,10 @@ def test_saved_at_two_ranks_loads_at_other_numbers(group: Group, tmp_path: Path)
     storage = Storage(str(tmp_path / "checkpoints"))
     saved = group("save", 2, storage.url)
 
-    assert [commit.step for commit in commits(storage)] == [3, 2, 1]
+    assert [commit.step for commit in list_commits(storage)] == [3, 2, 1]
     assert [note["commit"] for note in saved.notes if "commit" in note] == [0, 1, 2, 3]
     assert [note["removed"] for note in saved.notes if "removed" in note] == [0]
-    assert all(not problems(storage, commit) for commit in commits(storage))
+    assert all(not file_problems(storage, commit) for commit in list_commits(storage))
 
     for world_size in (2, 3):
         loaded = group("load", world_size, storage.url)
@@ -90,7 +90,7 @@ def test_saved_at_two_ranks_loads_at_other_numbers(group: Group, tmp_path: Path)
         for name, value in loaded.tensors["after"].items():
             torch.testing.assert_close(value, saved.tensors["after"][name], msg=name)
 
-    whole = dict(ModelTensors(storage, commits(storage)[0]))
+    whole = dict(ModelTensors(storage, list_commits(storage)[0]))
     expected = {
         name.removeprefix("model."): value
         for name, value in saved.tensors["saved"].items()
@@ -120,7 +120,7 @@ def test_a_rank_killed_while_it_saves_leaves_the_previous_commit(
     assert len(warnings) == 1
     assert warnings[0].startswith("checkpoint of step 2 failed, training goes on: RuntimeError: ")
     assert [name[:14] for name in storage.names()] == ["000000001-0001", "000000002-0002"]
-    newest = newest_verified(storage, pytest.fail)
+    newest = find_newest_verified(storage, pytest.fail)
     assert newest is not None
     assert newest.step == 1
 

@@ -16,7 +16,7 @@ from elastrata.api import train
 from elastrata.cli.main import run as run_here
 from elastrata.driver.fork import plan_fork
 from elastrata.run.claim import claim, folder_kind
-from elastrata.run.folder import read_identity, resumed_recipe
+from elastrata.run.folder import read_identity, read_resumed_recipe
 from elastrata.run.fork import begin_fork
 from elastrata.run.ownership import own_run, read_owner
 from elastrata.tracking.store import tracking_uri
@@ -180,7 +180,7 @@ def resume(run: Path) -> list[str]:
     """Continues a run, as `train --resume` does; returns its warnings."""
     told: list[str] = []
     result = train(
-        resumed_recipe(Storage(str(run))),
+        read_resumed_recipe(Storage(str(run))),
         show=lambda event: told.append(str(getattr(event, "text", ""))),
     )
     assert (result.run_dir, result.steps) == (str(run), STEPS)

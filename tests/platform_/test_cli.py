@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from rich.table import Table
 
-from elastrata.cli.main import outcome, run
+from elastrata.cli.main import run, run_command
 from elastrata.terminal.console import escape_foreign_letters, open_console, print_json_line
 from support.synthetic import write_data_set
 
@@ -175,12 +175,12 @@ def test_a_failure_is_one_line_and_the_rest_on_demand(capsys: pytest.CaptureFixt
         error.add_note("logs: here")
         raise error
 
-    assert outcome(fail, as_json=True, with_traceback=False) == 1
+    assert run_command(fail, as_json=True, with_traceback=False) == 1
     printed = capsys.readouterr()
     lines = ["RuntimeError: first line (--traceback shows all)", "logs: here"]
     assert printed.err.splitlines() == lines
     assert json.loads(printed.out) == {"status": "error", "errors": lines}
-    assert outcome(fail, as_json=False, with_traceback=True) == 1
+    assert run_command(fail, as_json=False, with_traceback=True) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -189,7 +189,7 @@ def test_a_termination_is_an_interrupt() -> None:
         signal.raise_signal(signal.SIGTERM)
 
     assert run(["--help"]) == 0
-    assert outcome(terminate, as_json=False, with_traceback=False) == 130
+    assert run_command(terminate, as_json=False, with_traceback=False) == 130
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1", "gbk", "utf-8"])

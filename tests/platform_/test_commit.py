@@ -16,10 +16,10 @@ from elastrata.checkpoints.commit import (
     Commit,
     FileRecord,
     FolderName,
-    commits,
-    folders,
-    newest_verified,
-    problems,
+    file_problems,
+    find_newest_verified,
+    list_commits,
+    list_folders,
 )
 from elastrata.checkpoints.retention import prune
 from elastrata_pipelines.errors import UserError
@@ -50,7 +50,7 @@ def put(storage: Storage, step: int, attempt: int = 1, loss: float | None = None
 
 
 def steps(storage: Storage) -> list[int]:
-    return [commit.step for commit in commits(storage)]
+    return [commit.step for commit in list_commits(storage)]
 
 
 def test_a_marker_reads_back() -> None:
@@ -67,7 +67,7 @@ def test_the_newest_is_that_of_the_newest_attempt(storage: Storage) -> None:
     for step, attempt in ((100, 1), (300, 1), (200, 2)):
         put(storage, step, attempt)
     assert steps(storage) == [200, 300, 100]
-    newest = newest_verified(storage, pytest.fail)
+    newest = find_newest_verified(storage, pytest.fail)
     assert newest is not None
     assert newest.step == 200
 
@@ -144,7 +144,7 @@ def test_a_damaged_commit_is_passed_over(storage: Storage, damage: Callable[[Pat
     path = Path(storage.path(folder_of(2), "__0_0.distcp"))
     problem = damage(path)
     heard: list[str] = []
-    found = newest_verified(storage, heard.append)
+    found = find_newest_verified(storage, heard.append)
     assert found is not None
     assert found.step == 1
     assert heard == [
@@ -157,7 +157,7 @@ def test_no_whole_commit_is_the_users_to_know(storage: Storage) -> None:
         put(storage, step)
         Path(storage.path(folder_of(step), ".metadata")).write_bytes(b"")
     with pytest.raises(UserError) as raised:
-        newest_verified(storage, pytest.fail)
+        find_newest_verified(storage, pytest.fail)
     assert list(raised.value.problems) == [
         f"checkpoint {storage.path(folder_of(step))}: .metadata is truncated (0 of 8 bytes)"
         for step in (2, 1)
@@ -172,7 +172,7 @@ def test_pruning_keeps_the_last_and_the_best(storage: Storage) -> None:
     assert prune(storage, keep_last=2, keep_best=True) == []
     prune(storage, keep_last=1, keep_best=False)
     assert steps(storage) == [5]
-    assert problems(storage, commits(storage)[0]) == []
+    assert file_problems(storage, list_commits(storage)[0]) == []
 
 
 def test_pruning_removes_what_dead_attempts_left_and_nothing_that_may_be_in_work(
@@ -185,7 +185,7 @@ def test_pruning_removes_what_dead_attempts_left_and_nothing_that_may_be_in_work
         storage.write(b"half", folder, "__0_0.distcp")
     storage.write(b"not ours", "notes.txt")
     assert prune(storage, keep_last=2, keep_best=True) == []
-    assert {str(folder) for folder in folders(storage)} == {folder_of(4, 2), *in_work}
+    assert {str(folder) for folder in list_folders(storage)} == {folder_of(4, 2), *in_work}
     assert storage.exists("notes.txt")
 
 

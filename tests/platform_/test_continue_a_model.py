@@ -74,7 +74,7 @@ def test_a_gpt2_of_transformers_goes_on_with_new_text(
 ) -> None:
     assert run(["prepare", "continue.yaml"]) == 0
     assert run(["train", "continue.yaml", *SMALL, *ONE_WORKER]) == 0
-    entries = history.read(Storage("runs/continue").sub("history"))
+    entries = history.read_entries(Storage("runs/continue").sub("history"))
     losses = {e["step"]: e["eval/loss"] for e in history.surviving_evaluations(entries)}
     assert sorted(losses) == [0, 30]
     assert losses[30] < losses[0] - 0.3

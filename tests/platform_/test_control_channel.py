@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from elastrata.cluster.channel import Receiver, Sender, open_channel, tell
+from elastrata.cluster.channel import Receiver, Sender, open_channel, send_event
 from elastrata.step.events import (
     Action,
     Committed,
@@ -46,7 +46,7 @@ def test_everything_arrives_in_order(ray_local_of_own_workers: None) -> None:
         for n in range(2)
     ]
     with received(channel) as events:
-        tell(channel, Warned(text="from elsewhere"))
+        send_event(channel, Warned(text="from elsewhere"))
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-from elastrata.device.capabilities import named_peak_flops
+from elastrata.device.capabilities import peak_flops_of
 from elastrata.parallel.mesh import backends
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.build_model import looked_for
+from elastrata.trainer.build_model import probe_capabilities
 from support.synthetic import tiny_recipe
 
 CUDA = torch.device("cuda", 0)
@@ -43,7 +43,7 @@ def test_the_peak_is_that_of_the_device_of_this_very_name(
     name: str, teraflops: float | None
 ) -> None:
     """A slice of a device has no peak that anybody publishes; a T4's is not of bf16."""
-    assert named_peak_flops(name) == (teraflops and teraflops * 1e12)
+    assert peak_flops_of(name) == (teraflops and teraflops * 1e12)
 
 
 def test_groups_with_gpus_reduce_tensors_in_main_memory_too() -> None:
@@ -67,7 +67,7 @@ def test_kernels_are_tried_only_where_the_recipe_wants_them(
         for wanted in (False, True)
     )
     for recipe in (Recipe.model_validate(values), masks):
-        assert not looked_for(recipe, CUDA).skips_zeros
+        assert not probe_capabilities(recipe, CUDA).skips_zeros
     assert tried == []
-    assert looked_for(kernels, CUDA).skips_zeros
+    assert probe_capabilities(kernels, CUDA).skips_zeros
     assert tried == [CUDA]

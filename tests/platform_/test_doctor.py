@@ -8,9 +8,9 @@ import pytest
 
 from elastrata.driver.doctor import (
     Finding,
-    finding_of_disk,
-    finding_of_memory,
-    finding_of_shared_memory,
+    check_disk,
+    check_memory,
+    check_shared_memory,
 )
 from support.command import run, run_json
 
@@ -40,12 +40,12 @@ def test_problems_come_with_advice_and_exit_code_1() -> None:
 @pytest.mark.parametrize(
     ("finding", "status", "found"),
     [
-        (finding_of_memory(16 * 2**30), "ok", "16.0 GiB available"),
-        (finding_of_memory(2 * 2**30), "warning", "2.0 GiB available"),
-        (finding_of_memory(2**29), "problem", "0.5 GiB available"),
-        (finding_of_shared_memory(Path("/absent")), "problem", "missing"),
-        (finding_of_disk(Path("/data"), 20 * 2**30), "ok", "20.0 GiB free in /data"),
-        (finding_of_disk(Path("/data"), 9 * 2**30), "warning", "9.0 GiB free in /data"),
+        (check_memory(16 * 2**30), "ok", "16.0 GiB available"),
+        (check_memory(2 * 2**30), "warning", "2.0 GiB available"),
+        (check_memory(2**29), "problem", "0.5 GiB available"),
+        (check_shared_memory(Path("/absent")), "problem", "missing"),
+        (check_disk(Path("/data"), 20 * 2**30), "ok", "20.0 GiB free in /data"),
+        (check_disk(Path("/data"), 9 * 2**30), "warning", "9.0 GiB free in /data"),
     ],
 )
 def test_too_little_of_anything_comes_with_advice(

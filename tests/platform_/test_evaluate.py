@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from elastrata.cli.main import run as run_here
 from elastrata.inference import evaluation as harness
 from elastrata.run.folder import read_identity, read_recipe, write_identity
-from elastrata.tracking.store import quiet_client, tracking_uri
+from elastrata.tracking.store import create_client, tracking_uri
 from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys
 from support.empty_store import put_empty_store
@@ -42,7 +42,7 @@ def recorded(trained: Path) -> str:
     """The run's id in an MLflow store of its own."""
     put_empty_store(trained.parent)
     run = Storage(str(trained))
-    client = quiet_client(tracking_uri(None, Storage(str(trained.parent))))
+    client = create_client(tracking_uri(None, Storage(str(trained.parent))))
     run_id = client.create_run(client.create_experiment("elastrata")).info.run_id
     identity = read_identity(run)
     assert identity is not None
@@ -109,7 +109,7 @@ def test_a_task_of_ones_own_is_told_and_recorded(
     assert (result["step"], result["recorded"]) == (STEPS, True)
     assert result["samples"] == {"fire_or_ice": len(QUESTIONS)}
     assert result["metrics"]["fire_or_ice/acc"] == _accuracy(export)
-    client = quiet_client(tracking_uri(None, Storage(str(trained.parent))))
+    client = create_client(tracking_uri(None, Storage(str(trained.parent))))
     (metric,) = client.get_metric_history(recorded, "harness/fire_or_ice/acc")
     assert (metric.value, metric.step) == (result["metrics"]["fire_or_ice/acc"], STEPS)
 

@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def told(run: Path) -> list[dict[str, Any]]:
-    entries = history.read(Storage(str(run)).sub("history"))
+    entries = history.read_entries(Storage(str(run)).sub("history"))
     return [dict(entry) for entry in history.surviving_evaluations(entries)]
 
 

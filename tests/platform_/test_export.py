@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from elastrata.cli.main import run as run_here
-from elastrata.run.consistency import chosen_commit
+from elastrata.run.consistency import choose_commit
 from elastrata.run.folder import read_identity
 from elastrata.workload.hf_folder import INDEX
 from elastrata_pipelines.storage import Storage
@@ -99,7 +99,7 @@ def test_the_card_says_what_the_model_comes_from(
     task = {MASKED: "fill-mask", CAUSAL: "text-generation"}[LOADERS[kind]]
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", task)
     assert card.data.tags == ["elastrata", kind]
-    commit = chosen_commit(Storage(str(run)), "newest")
+    commit = choose_commit(Storage(str(run)), "newest")
     told = {result.metric_name: result.metric_value for result in card.data.eval_results}
     assert told == commit.evaluation
     assert "eval/loss" in told

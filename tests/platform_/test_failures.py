@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastrata.cluster.failure_attribution import Failures, culprits, is_victim
+from elastrata.cluster.failure_attribution import FailureCount, find_culprits, is_victim
 from elastrata.driver.recorder import Observer
 from elastrata.run import history
 from elastrata.step.events import Evaluated, Event, Lost, Slowed, Stalled, Started, Warned
@@ -26,7 +26,7 @@ def test_the_rank_that_failed_is_named_not_those_that_waited_for_it() -> None:
     """Real errors of real ranks."""
     errors = dict(enumerate(run_fresh_ranks(3, error_of)))
     assert all(isinstance(error, Exception) for error in errors.values())
-    assert list(culprits(errors)) == [FAILING]
+    assert list(find_culprits(errors)) == [FAILING]
 
 
 def test_errors_of_nccl_are_victims_those_of_a_model_are_not() -> None:
@@ -41,11 +41,13 @@ def test_errors_of_nccl_are_victims_those_of_a_model_are_not() -> None:
     ]
     assert all(map(is_victim, victims))
     assert not any(map(is_victim, own))
-    assert culprits(dict(enumerate(victims))) == dict(enumerate(victims)), "none is left to name"
+    assert find_culprits(dict(enumerate(victims))) == dict(enumerate(victims)), (
+        "none is left to name"
+    )
 
 
 def test_losses_are_counted_once_an_attempt_until_none_is_left() -> None:
-    failures, any_number = Failures(2), Failures(-1)
+    failures, any_number = FailureCount(2), FailureCount(-1)
     assert [failures.lose(attempt) for attempt in (4, 4, 5)] == [True, False, True]
     assert (failures.count, failures.left, failures.is_last) == (2, 0, True)
     assert all(any_number.lose(attempt) for attempt in range(50))
@@ -63,7 +65,9 @@ def observed(tmp_path: Path) -> Any:
     )
     past = storage.sub("history")
     writer = history.HistoryWriter(past, 1, pytest.fail, writer="d")
-    observer = Observer(tracker, writer, Failures(3), shown.append, [2], step=20, substituted=[])
+    observer = Observer(
+        tracker, writer, FailureCount(3), shown.append, [2], step=20, substituted=[]
+    )
     yield observer, past, shown
     tracker.finish("FINISHED")
 
@@ -82,7 +86,7 @@ def test_what_was_heard_of_and_is_done_again(observed: Any) -> None:
     observer([Lost(text="rank 1 was killed", ranks=(1,))])
     observer([started(3, 30), *steps(31, 40)])
     observer([started(4, 40)])
-    undone = [entry for entry in history.read(past) if entry["kind"] == "rolled_back"]
+    undone = [entry for entry in history.read_entries(past) if entry["kind"] == "rolled_back"]
     assert [(e["attempt"], e["first"], e["last"]) for e in undone] == [(2, 16, 20), (3, 31, 33)]
 
 
@@ -92,7 +96,7 @@ def test_a_loss_that_is_seen_twice_is_one(observed: Any) -> None:
     observer([Lost(text="no sign of the workers", ranks=())])
     observer([Lost(text="rank 0: its process is gone", ranks=(0,))])
     observer([started(3, 20), Lost(text="rank 1: its process is gone", ranks=(1,))])
-    faults = [entry for entry in history.read(past) if entry["kind"] == "fault"]
+    faults = [entry for entry in history.read_entries(past) if entry["kind"] == "fault"]
     assert [(e["attempt"], e["text"]) for e in faults] == [
         (2, "no sign of the workers"),
         (3, "rank 1: its process is gone"),
@@ -113,4 +117,4 @@ def test_what_the_channel_delivers_again_is_dropped(observed: Any) -> None:
     again = [started(3, 24), *steps(25, 26), Warned(text="of no step")]
     observer(again)
     assert shown == [*batch, *steps(25, 26), *again]
-    assert len([entry for entry in history.read(past) if entry["kind"] == "slowed"]) == 2
+    assert len([entry for entry in history.read_entries(past) if entry["kind"] == "slowed"]) == 2

@@ -45,7 +45,7 @@ def test_without_a_compiler_one_line_says_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(UserError, match=r"needs g\+\+ or clang\+\+"):
-        process.shim(process._torch_folder())
+        process.shim_library(process._torch_folder())
 
 
 def test_own_time_is_that_of_the_step_before_and_waits_for_nothing() -> None:

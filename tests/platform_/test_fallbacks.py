@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastrata.cluster.failure_attribution import Failures
+from elastrata.cluster.failure_attribution import FailureCount
 from elastrata.device.capabilities import DeviceCapabilities, capabilities, substitutions
 from elastrata.driver.recorder import Observer
 from elastrata.run import history
@@ -68,14 +68,14 @@ def test_every_group_says_it_the_user_hears_it_once(tmp_path: Path) -> None:
         return [started, Substituted(text="one"), Substituted(text="other")]
 
     def told() -> list[tuple[int, str]]:
-        entries = history.read(storage.sub("history"))
+        entries = history.read_entries(storage.sub("history"))
         return [(e["attempt"], e["text"]) for e in entries if e["kind"] == "substituted"]
 
     for launch in (1, 3):
         writer = history.HistoryWriter(storage.sub("history"), launch, pytest.fail, writer="d")
         before = [text for _, text in told()]
         observer = Observer(
-            tracker, writer, Failures(-1), shown.append, [], step=0, substituted=before
+            tracker, writer, FailureCount(-1), shown.append, [], step=0, substituted=before
         )
         observer([*group(launch), *group(launch + 1)])
     observer([Substituted(text="on another device")])

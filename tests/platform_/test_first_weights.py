@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastrata.parallel.init_weights import Outline, allocate
+from elastrata.parallel.init_weights import DeferredModel, allocate
 from elastrata.parallel.mesh import lone_group, rank_mesh
-from elastrata.parallel.sharding import local, own_part
+from elastrata.parallel.sharding import local, local_part
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.build_model import DividedModel, divided_model
+from elastrata.trainer.build_model import DividedModel, build_divided_model
 from elastrata_pipelines.format import Vocabulary
 from support.live_bytes import LiveBytes
 from support.ranks import run_fresh_ranks
@@ -57,7 +57,7 @@ def _whole(recipe: Recipe) -> nn.Module:
 
 
 def _divided(recipe: Recipe, world_size: int, *, draws: bool = True) -> DividedModel:
-    return divided_model(recipe, VOCABULARY, 16, CPU, world_size, draws=draws)
+    return build_divided_model(recipe, VOCABULARY, 16, CPU, world_size, draws=draws)
 
 
 @pytest.mark.parametrize("rank", [6, pytest.param(0, marks=pytest.mark.matrix)])
@@ -84,7 +84,7 @@ def _wrong_shards(name: str) -> list[str]:
         found += [] if (shards.keys() < whole.keys()) == is_cut else [f"{layout}: names"]
         for parameter, value in shards.items():
             assert isinstance(value, DTensor)
-            if not torch.equal(value.to_local(), own_part(whole[parameter], value)):
+            if not torch.equal(value.to_local(), local_part(whole[parameter], value)):
                 found.append(f"{layout}: {parameter}")
     return found
 
@@ -139,7 +139,7 @@ def test_ties_frozen_parameters_later_changes_and_buffers_stay() -> None:
     torch.manual_seed(1)
     whole, after = _Odd(), torch.rand(3)
     torch.manual_seed(1)
-    outline = Outline(_Odd)
+    outline = DeferredModel(_Odd)
     with lone_group(CPU):
         model = fully_shard(outline.model, mesh=rank_mesh("cpu", 1, 1))
     allocate(model, CPU)

@@ -60,7 +60,7 @@ def planned(parent: Path, name: str, *overrides: str, at: int | None = AT) -> Fo
 
 
 def steps(run: Path) -> list[Any]:
-    return list(history.effective_steps(history.read(Storage(str(run)).sub("history"))))
+    return list(history.effective_steps(history.read_entries(Storage(str(run)).sub("history"))))
 
 
 def tellings(run: Path, *keys: str) -> list[tuple[Any, ...]]:

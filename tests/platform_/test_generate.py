@@ -16,10 +16,10 @@ from elastrata.cli.main import run as run_here
 from elastrata.inference.language_model import (
     LanguageModel,
     Sampling,
-    chosen,
-    continuation,
+    compute_perplexity,
+    continue_text,
     load_language_model,
-    perplexity,
+    sample_token,
 )
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Vocabulary
@@ -96,14 +96,14 @@ def test_greedy_tokens_are_those_of_a_full_forward_pass_each(model: LanguageMode
         with torch.inference_mode():
             logits = model.network(input_ids=torch.tensor([ids])).logits[0, -1]
         ids.append(int(logits.argmax()))
-    said = continuation(model, "world", tokens=15, sampling=GREEDY)
+    said = continue_text(model, "world", tokens=15, sampling=GREEDY)
     assert said.text == model.tokenizer.decode(ids)[len(model.tokenizer.decode(ids[:start])) :]
 
 
 def test_a_seed_gives_the_same_text_and_another_one_another(model: LanguageModel) -> None:
     def text(**sampling: Any) -> str:
         drawn = Sampling(**{"temperature": 3.0, **sampling})
-        return continuation(model, "Some", tokens=30, sampling=drawn).text
+        return continue_text(model, "Some", tokens=30, sampling=drawn).text
 
     assert text(seed=1) == text(seed=1)
     assert len({text(seed=seed) for seed in range(4)}) > 1
@@ -115,7 +115,7 @@ def test_tokens_are_drawn_by_their_probabilities_among_the_likeliest() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def shares(**sampling: Any) -> torch.Tensor:
-        drawn = [chosen(logits, Sampling(**sampling), generator) for _ in range(4000)]
+        drawn = [sample_token(logits, Sampling(**sampling), generator) for _ in range(4000)]
         return torch.bincount(torch.tensor(drawn), minlength=4) / 4000
 
     # 4,000 draws: a standard deviation of 0.008 at most.
@@ -144,7 +144,7 @@ def test_perplexity_is_that_of_the_workloads_loss(model: LanguageModel, folder: 
         batch = gpt.collate(_rows(part), vocabulary, 0)
         losses += gpt.loss(plain, batch).terms["lm"].item()
         count += batch.weights["lm"]
-    found = perplexity(model, text)
+    found = compute_perplexity(model, text)
     assert found.tokens == count == len(whole) - 3
     assert found.loss == pytest.approx(losses / count, rel=1e-5)
     assert found.perplexity == math.exp(found.loss)
@@ -152,11 +152,11 @@ def test_perplexity_is_that_of_the_workloads_loss(model: LanguageModel, folder: 
 
 def test_a_prompt_must_leave_room(model: LanguageModel) -> None:
     with pytest.raises(UserError, match=f"make more than the {SEQ_LEN} that the model sees"):
-        continuation(model, "Some", tokens=SEQ_LEN, sampling=GREEDY)
+        continue_text(model, "Some", tokens=SEQ_LEN, sampling=GREEDY)
     with pytest.raises(UserError, match="--prompt: empty"):
-        continuation(model, "", tokens=1, sampling=GREEDY)
+        continue_text(model, "", tokens=1, sampling=GREEDY)
     with pytest.raises(UserError, match="a text of two tokens"):
-        perplexity(model, "")
+        compute_perplexity(model, "")
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

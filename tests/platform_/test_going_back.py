@@ -19,14 +19,20 @@ from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.audit import audit, sequence_problems
-from elastrata.run.consistency import SET_ASIDE, check_continuation, evidence, find_commit, go_back
+from elastrata.run.consistency import (
+    SET_ASIDE,
+    check_continuation,
+    find_commit,
+    go_back,
+    read_evidence,
+)
 from elastrata.run.folder import RunIdentity, write_identity
-from elastrata.run.history import HistoryWriter, unwritten
+from elastrata.run.history import HistoryWriter, unwritten_extra
 from elastrata.run.status import status
 from elastrata.run.timeline import recoveries
 from elastrata.sweeps.trial import LoneTrial
-from elastrata.trainer.preflight import training_data
-from elastrata.trainer.resume import newest_state
+from elastrata.trainer.preflight import find_training_data
+from elastrata.trainer.resume import find_resume_point
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.histories import read_part, record, started, stepped, write_part
@@ -47,7 +53,7 @@ def commit(run: Storage, attempt: int, step: int, writer: HistoryWriter | None =
         step=step,
         samples=step,
         tokens=step,
-        extra=unwritten(writer) if writer else {},
+        extra=unwritten_extra(writer) if writer else {},
         files={METADATA: listed},
     )
     run.write(data, "checkpoints", folder, METADATA)
@@ -87,7 +93,7 @@ def old_run(folder: Path) -> Storage:
 
 
 def place(run: Storage) -> tuple[str | None, int]:
-    newest = newest_state(run, None, pytest.fail)
+    newest = find_resume_point(run, None, pytest.fail)
     return newest.commit, newest.start.step
 
 
@@ -102,13 +108,13 @@ def test_a_stray_part_is_named_and_set_aside(run: Storage) -> None:
     (line,) = raised.value.problems
     assert line.startswith(f"{stray}: not of this history: a copy of 0001-00000000.jsonl")
     assert "elastrata train ... --from 8" in line
-    (problem,) = evidence(run).problems
+    (problem,) = read_evidence(run).problems
     assert problem in line
     told: list[str] = []
     go_back(run, find_commit(run, "8"), told.append)
     assert told[0].startswith(f"{stray}: ")
     assert (folder / SET_ASIDE / stray.name).exists()
-    assert evidence(run).problems == ()
+    assert read_evidence(run).problems == ()
     assert place(run) == sound
     check_continuation(run, pytest.fail)
 
@@ -129,7 +135,7 @@ def test_a_history_of_old_that_contradicts_all_checkpoints(tmp_path: Path, numbe
     later.add("started", {"step": 5, "world_size": 1})
     later.flush()
     assert place(run)[1] == 5, "also where the next group is lost before its first checkpoint"
-    steps = history.effective_steps(history.read(run.sub("history")))
+    steps = history.effective_steps(history.read_entries(run.sub("history")))
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
 
 
@@ -140,9 +146,9 @@ def test_going_back_is_in_the_history(run: Storage) -> None:
     assert place(run) == (str(named), 2)
     attempt(run, 4, 2, 6)
     assert place(run)[1] == 6
-    found = evidence(run)
+    found = read_evidence(run)
     assert found.problems == ()
-    assert [one.place for one in found.counting] == [(4, 6), (4, 4), (1, 2)]
+    assert [one.place for one in found.current_commits] == [(4, 6), (4, 4), (1, 2)]
     entries = found.history.entries
     assert sequence_problems(entries) == []
     steps = history.effective_steps(entries)
@@ -198,7 +204,7 @@ def test_a_wrong_name_is_told_with_the_nearest(run: Storage) -> None:
 def test_a_missing_part_is_noticed(run: Storage) -> None:
     lost = Path(run.path("history", "0001-00000000.jsonl"))
     lost.unlink()
-    (problem,) = evidence(run).history.problems
+    (problem,) = read_evidence(run).history.problems
     assert problem == f"{lost}: missing: there are later parts of its writer"
     said: list[str] = []
     check_continuation(run, said.append)
@@ -208,7 +214,7 @@ def test_a_missing_part_is_noticed(run: Storage) -> None:
 def test_a_history_that_ends_before_the_newest_checkpoint(run: Storage) -> None:
     for name in ("0002-00000000.jsonl", "0002-00000001.jsonl"):
         Path(run.path("history", name)).unlink()
-    (problem,) = evidence(run).problems
+    (problem,) = read_evidence(run).problems
     assert ": ends with step 5, before checkpoint 000000008-0002-" in problem
 
 
@@ -217,19 +223,19 @@ def test_an_edited_line_is_noticed(run: Storage) -> None:
     entries = read_part(part)
     entries[0]["loss"] += 0.5
     part.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
-    lines = evidence(run).problems
+    lines = read_evidence(run).problems
     assert any("altered: its lines are not those that were sealed" in line for line in lines)
 
 
 def test_a_history_of_old_has_no_checksums(tmp_path: Path) -> None:
     run = old_run(tmp_path / "run")
-    assert evidence(run).problems == ()
+    assert read_evidence(run).problems == ()
     attempt(run, 2, 5, 8)
-    assert evidence(run).problems == ()
+    assert read_evidence(run).problems == ()
     part = tmp_path / "run" / "history" / "0002-00000001.jsonl"
     lines = part.read_text(encoding="utf-8").rpartition('{"kind": "sealed"')[0]
     part.write_text(lines, encoding="utf-8")
-    assert evidence(run).problems == (f"{part}: altered: it has no seal",)
+    assert read_evidence(run).problems == (f"{part}: altered: it has no seal",)
 
 
 @pytest.mark.parametrize("before", [None, {"part": "x.jsonl", "lines": 1, "sha256": "0"}])
@@ -238,7 +244,7 @@ def test_a_part_of_a_version_that_linked_parts_is_read(run: Storage, before: obj
     *lines, seal = part.read_text(encoding="utf-8").splitlines()
     linked = json.dumps({"kind": "sealed", "before": before, **json.loads(seal)})
     part.write_text("\n".join([*lines, linked, ""]), encoding="utf-8")
-    assert evidence(run).problems == ()
+    assert read_evidence(run).problems == ()
 
 
 def test_lines_that_come_late_from_a_writer_that_was_taken_for_dead(tmp_path: Path) -> None:
@@ -254,7 +260,7 @@ def test_lines_that_come_late_from_a_writer_that_was_taken_for_dead(tmp_path: Pa
     late.flush()
     late.add("step", record(3).to_dict())
     late.flush()
-    found = evidence(run)
+    found = read_evidence(run)
     assert found.problems == ()
     steps = history.effective_steps(found.history.entries)
     assert [step["attempt"] for step in steps] == [1, 2, 2, 2]
@@ -269,7 +275,7 @@ def test_the_command_refuses_before_anything_is_started(
         yaml.safe_dump(tiny_recipe(tmp_path / "data", tmp_path, steps=20)), encoding="utf-8"
     )
     chosen = load_recipe(str(recipe), ["name=run"])
-    data_sets = training_data(chosen).data_sets
+    data_sets = find_training_data(chosen).data_sets
     write_identity(run, RunIdentity(name="run", data=data_sets), chosen)
     stray = Path(run.path("history", "100000-00000000.jsonl"))
     shutil.copy(run.path("history", "0001-00000000.jsonl"), stray)

@@ -92,7 +92,7 @@ def test_parts_are_read_in_order_whoever_wrote_them(tmp_path: Path) -> None:
     (tmp_path / "0001-00000000 (copy).jsonl").write_text("not a part", encoding="utf-8")
 
     storage = Storage(str(tmp_path))
-    entries = history.read(storage)
+    entries = history.read_entries(storage)
 
     assert [(entry["kind"], entry["attempt"]) for entry in entries] == [
         ("started", 1),
@@ -117,7 +117,7 @@ def test_what_a_killed_writer_had_not_written_is_restored_once(tmp_path: Path) -
     assert history.restore_part(storage, name, lines)
     assert not history.restore_part(storage, name, lines), "it is there"
     assert not history.restore_part(storage, name, lines[:-9]), "its writer came further"
-    assert len(history.read(storage)) == 2
+    assert len(history.read_entries(storage)) == 2
     assert not history.restore_part(storage, "0001-00000009.jsonl", b"")
     with pytest.raises(ValueError, match="expected the name of a part"):
         history.restore_part(storage, "../run.json", b"{}")
@@ -133,7 +133,7 @@ def test_what_a_part_lacks_goes_into_the_one_after_it(tmp_path: Path) -> None:
     storage.write(fewer, name)  # by a thread that had begun before the second step
 
     assert history.restore_part(storage, name, lines)
-    steps = history.effective_steps(history.read(storage))
+    steps = history.effective_steps(history.read_entries(storage))
     assert [step["step"] for step in steps] == [1, 2]
     assert not history.restore_part(storage, name, lines)
 
@@ -156,7 +156,7 @@ def test_adding_does_not_wait_for_storage(tmp_path: Path, monkeypatch: pytest.Mo
     assert writer.unwritten()[1].count(b"\n") == 3
     opened.set()
     writer.flush()
-    steps = history.effective_steps(history.read(storage))
+    steps = history.effective_steps(history.read_entries(storage))
     assert [step["step"] for step in steps] == [1, 2, 3]
 
 
@@ -172,7 +172,7 @@ def test_a_part_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:
     folder.unlink()
     writer.flush()
     assert writer.unwritten()[1] == b""
-    assert history.world_sizes(history.read(Storage(str(folder)))) == [1]
+    assert history.world_sizes(history.read_entries(Storage(str(folder)))) == [1]
 
 
 @pytest.mark.parametrize(
@@ -196,5 +196,5 @@ def test_an_altered_part_is_named(tmp_path: Path, line: str, problem: str) -> No
     part = tmp_path / "0001-00000000.jsonl"
     part.write_bytes(part.read_bytes() + line.encode("latin-1"))
     with pytest.raises(UserError) as caught:
-        history.read(Storage(str(tmp_path)))
+        history.read_entries(Storage(str(tmp_path)))
     assert str(caught.value) == f"{part}, line 3: {problem}"

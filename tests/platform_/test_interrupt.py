@@ -14,7 +14,7 @@ import pytest
 
 from elastrata.cli.main import app, run
 from elastrata.cli.schema import schema
-from elastrata.driver.interrupt import SIGNALS, Interrupt, is_ending, undisturbed
+from elastrata.driver.interrupt import SIGNALS, Interrupt, is_ending, shield_from_signals
 
 ENDING = """
 import os, signal, sys
@@ -56,13 +56,13 @@ def _press() -> None:
 
 def test_the_first_signal_waits_and_the_second_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
     done = []
-    with undisturbed("ending Ray"):
+    with shield_from_signals("ending Ray"):
         _press()
         done.append(is_ending())
     assert done == [True]
     assert not is_ending()
     assert capsys.readouterr().err == "ending Ray; once more to leave at once\n"
-    with undisturbed("ending Ray"):
+    with shield_from_signals("ending Ray"):
         _press()
         with pytest.raises(KeyboardInterrupt):
             _press()

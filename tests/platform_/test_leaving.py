@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, pipeline
 
 from elastrata.cli.main import run as run_here
-from elastrata.inference.language_model import Sampling, continuation, load_language_model
+from elastrata.inference.language_model import Sampling, continue_text, load_language_model
 from support.documented import ROOT
 from support.small_gpt import GPT, run_with_tokenizer
 from support.synthetic import MODERNBERT
@@ -43,7 +43,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def _greedy(model: Path) -> str:
     loaded = load_language_model(str(model))
-    said = continuation(loaded, PROMPT, tokens=TOKENS, sampling=Sampling(temperature=0))
+    said = continue_text(loaded, PROMPT, tokens=TOKENS, sampling=Sampling(temperature=0))
     return said.text
 
 

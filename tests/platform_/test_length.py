@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastrata.driver.launch import MOST_EPOCHS, find_repetition, with_workers
-from elastrata.recipe.data_sets import in_steps
+from elastrata.recipe.data_sets import resolve_steps
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.schedule import ScheduleConfig, learning_rate
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
-from elastrata_pipelines.groups import BatchSizeWarmup, samples_in, steps_for
+from elastrata_pipelines.groups import BatchSizeWarmup, count_samples, count_steps_for
 from support.synthetic import tiny_recipe, write_data_set
 
 SAMPLES = 150
@@ -38,18 +38,18 @@ def _recipe(folder: Path, **keys: object) -> Recipe:
 
 def test_epochs_and_tokens_become_steps(data: tuple[Path, Manifest]) -> None:
     folder, manifest = data
-    by_epochs = in_steps(_recipe(folder, epochs=2, batch_size=16))
+    by_epochs = resolve_steps(_recipe(folder, epochs=2, batch_size=16))
     assert (by_epochs.steps, by_epochs.epochs) == (19, None)  # 300 samples in batches of 16
-    by_tokens = in_steps(_recipe(folder, tokens=manifest.tokens, batch_size=16))
+    by_tokens = resolve_steps(_recipe(folder, tokens=manifest.tokens, batch_size=16))
     assert (by_tokens.steps_in_all, by_tokens.tokens) == (10, None)
     given_steps = _recipe(folder, steps=7)
-    assert in_steps(given_steps) is given_steps
+    assert resolve_steps(given_steps) is given_steps
 
 
 def test_every_phase_has_a_length_of_its_own(data: tuple[Path, Manifest]) -> None:
     recipe = _recipe(data[0], steps=4, batch_size=10, phases=[{"epochs": 1}, {}])
     assert [part.steps for part in recipe.parts] == [None, 4]
-    assert [part.steps for part in in_steps(recipe).parts] == [15, 4]
+    assert [part.steps for part in resolve_steps(recipe).parts] == [15, 4]
 
 
 @settings(deadline=None)
@@ -60,15 +60,15 @@ def test_steps_for_are_the_fewest_that_have_the_samples(
     warmup = (
         BatchSizeWarmup(start=min(start, full - 1), steps=warming) if warming and full > 1 else None
     )
-    steps = steps_for(samples, full=full, warmup=warmup)
+    steps = count_steps_for(samples, full=full, warmup=warmup)
     least = warmup.steps + 1 if warmup else 1
-    assert steps == least or samples_in(steps - 1, full=full, warmup=warmup) < samples
+    assert steps == least or count_samples(steps - 1, full=full, warmup=warmup) < samples
     assert steps >= least
-    assert samples_in(steps, full=full, warmup=warmup) >= samples
+    assert count_samples(steps, full=full, warmup=warmup) >= samples
 
 
 def test_steps_of_data_that_is_not_there_are_asked_for_in_vain(tmp_path: Path) -> None:
-    recipe = in_steps(_recipe(tmp_path, epochs=3))
+    recipe = resolve_steps(_recipe(tmp_path, epochs=3))
     with pytest.raises(UserError, match=r"epochs: 3\.0: how many steps that is depends on"):
         _ = recipe.steps_in_all
 
@@ -111,8 +111,8 @@ def test_a_warm_up_may_be_a_share_of_the_steps() -> None:
 def test_data_that_is_learned_by_heart_is_told(data: tuple[Path, Manifest]) -> None:
     folder = data[0]
     for epochs, is_told in ((MOST_EPOCHS, False), (MOST_EPOCHS + 5, True)):
-        recipe = in_steps(_recipe(folder, epochs=epochs, batch_size=SAMPLES))
-        line = find_repetition(recipe, training_data(recipe))
+        recipe = resolve_steps(_recipe(folder, epochs=epochs, batch_size=SAMPLES))
+        line = find_repetition(recipe, find_training_data(recipe))
         assert (line is not None) == is_told
     assert line is not None
     assert line.startswith("45 steps go 45 times through the 150 samples of")

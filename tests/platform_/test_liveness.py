@@ -9,15 +9,15 @@ from pathlib import Path
 
 from elastrata.cluster.hang_detection import (
     NO_ANSWER,
+    EventsReceived,
+    HangDetector,
     HeartbeatTimeout,
     Kill,
     Killed,
-    Look,
     Report,
-    Taken,
-    WorkerLiveness,
+    TimeoutCheck,
 )
-from elastrata.cluster.prestarted import Orders, affordable
+from elastrata.cluster.prestarted import SpareRequests, count_affordable
 from elastrata.cluster.processes import children, environment, state, title
 from elastrata.step.events import Event, Halted, Lost, Started, Warned
 
@@ -51,11 +51,11 @@ class Group:
     """A group of workers, as the driver hears of it; the clock stands until a test moves it."""
 
     def __init__(self, seconds: float) -> None:
-        self.liveness = WorkerLiveness(seconds)
+        self.liveness = HangDetector(seconds)
         self.now = 0.0
 
     def hears(self, *events: Event) -> None:
-        self.liveness.handle(Taken(events), self.now)
+        self.liveness.handle(EventsReceived(events), self.now)
 
     def silent(self, seconds: float) -> list[Kill | Report]:
         """What is done while no event comes for so long."""
@@ -63,7 +63,7 @@ class Group:
         for _ in range(int(seconds)):
             self.now += 1
             self.hears()
-            done += self.liveness.handle(Look(), self.now)
+            done += self.liveness.handle(TimeoutCheck(), self.now)
         return done
 
     def killed(self, kill: Kill, states: dict[int, str]) -> list[Kill | Report]:
@@ -119,7 +119,7 @@ def test_nothing_is_missed_while_nobody_could_hear_it() -> None:
     group.hears(started())
     for _ in range(60):
         group.now += 1
-        assert group.liveness.handle(Look(), group.now) == []
+        assert group.liveness.handle(TimeoutCheck(), group.now) == []
 
 
 def test_what_is_known_of_a_process() -> None:
@@ -145,7 +145,7 @@ def test_what_is_known_of_a_process() -> None:
 
 
 def test_spares_are_asked_for_one_at_a_time() -> None:
-    orders = Orders(2)
+    orders = SpareRequests(2)
     assert orders.is_due((), (), now=0)
     assert not orders.is_due((), (), now=1)
     assert not orders.is_due((), (11,), now=2), "it has yet to start"
@@ -156,7 +156,7 @@ def test_spares_are_asked_for_one_at_a_time() -> None:
 
 
 def test_one_that_was_taken_is_replaced_when_the_group_that_took_it_trains() -> None:
-    orders = Orders(2, after=5)
+    orders = SpareRequests(2, after=5)
     assert not orders.is_due((), (), now=0)
     assert orders.is_due((), (), now=5)
     assert orders.is_due((11,), (), now=6)
@@ -165,10 +165,10 @@ def test_one_that_was_taken_is_replaced_when_the_group_that_took_it_trains() -> 
 
 
 def test_a_spare_that_does_not_come_is_asked_for_again_after_a_minute() -> None:
-    orders = Orders(3)
+    orders = SpareRequests(3)
     asked = [now for now in range(200) if orders.is_due((), (), now=now)]
     assert asked == [0, 60, 120, 180]
 
 
 def test_spares_are_off_where_they_would_take_more_than_half_of_the_free_memory() -> None:
-    assert [affordable(4, free) for free in (10 * 10**9, 3 * 10**9)] == [4, 0]
+    assert [count_affordable(4, free) for free in (10 * 10**9, 3 * 10**9)] == [4, 0]

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from elastrata.checkpoints.commit import MARKER, commits
+from elastrata.checkpoints.commit import MARKER, list_commits
 from elastrata.checkpoints.retention import prune
 from elastrata.cli.main import run
 from elastrata.run import consistency as evidence_module
 from elastrata.run import history
-from elastrata.run.consistency import check_continuation, evidence
+from elastrata.run.consistency import check_continuation, read_evidence
 from elastrata.run.history import History, HistoryWriter
 from elastrata.run.status import status
 from elastrata_pipelines.storage import Storage
@@ -128,7 +128,7 @@ def test_nothing_is_removed_that_the_history_could_not_note(trained: Path, tmp_p
 
     with pytest.raises(OSError, match="cannot be written"):
         prune(storage, keep_last=1, keep_best=False, before_removal=refuse)
-    assert [commit.step for commit in commits(storage)] == [4, 2]
+    assert [commit.step for commit in list_commits(storage)] == [4, 2]
 
 
 @pytest.mark.parametrize("is_pruned", [True, False])
@@ -137,13 +137,13 @@ def test_a_run_that_goes_on_meanwhile_is_no_false_alarm(
 ) -> None:
     """Between the look at the checkpoints and the one at the history a checkpoint is removed, or
     committed."""
-    storage, whole = Storage(str(copy)), history.look
+    storage, whole = Storage(str(copy)), history.read_history
     aside = copy / "aside"
     if not is_pruned:
         _folders(copy)[-1].rename(aside)
 
     def meanwhile(*arguments: Any) -> History:
-        monkeypatch.setattr(evidence_module.history, "look", whole)
+        monkeypatch.setattr(evidence_module.history, "read_history", whole)
         if is_pruned:
             writer = HistoryWriter(storage.sub("history"), 1, pytest.fail)
 
@@ -156,10 +156,10 @@ def test_a_run_that_goes_on_meanwhile_is_no_false_alarm(
             aside.rename(copy / "checkpoints" / name)
         return whole(*arguments)
 
-    entries = history.read(storage.sub("history"))
+    entries = history.read_entries(storage.sub("history"))
     name = [entry["commit"] for entry in entries if entry["kind"] == "committed"][-1]
-    monkeypatch.setattr(evidence_module.history, "look", meanwhile)
-    assert evidence(storage).problems == ()
+    monkeypatch.setattr(evidence_module.history, "read_history", meanwhile)
+    assert read_evidence(storage).problems == ()
     assert status(storage).problems == ()
 
 

@@ -13,7 +13,7 @@ from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.phase import Phase
-from elastrata_pipelines.stream import RankStream, dealt, descriptors
+from elastrata_pipelines.stream import RankStream, descriptors, split_dealt_groups
 from support.histories import record
 from support.synthetic import write_data_set
 
@@ -37,7 +37,7 @@ def test_training_and_readers_do_not_wait_for_each_other(ray_local: None, tmp_pa
     driver = Receiver(channel, lambda events: None)  # a sender waits for it with its next batch
     speeds = MeasuredSpeeds(channel=channel, copies=1, repeats=1)(["one node", "another"])
     source = descriptors(phases, Start(), max_steps=STEPS_IN_A_GROUP)
-    splits = dealt(source, phases, 2, speeds=speeds)
+    splits = split_dealt_groups(source, phases, 2, speeds=speeds)
     sender = Sender(channel, rank=0)
     done: list[list[int]] = [[], []]
 

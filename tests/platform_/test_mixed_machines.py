@@ -13,15 +13,15 @@ from typing_extensions import override
 from elastrata.cluster.node_speeds import (
     FixedFactors,
     NodeKinds,
+    find_unknown_names,
     kinds_by_node,
-    names_of,
-    unknown_names,
+    node_names,
 )
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.status import slow_ranks, time_balance
-from elastrata.trainer.trainer import check_same_deal, deal_marks
-from elastrata_pipelines.speeds import FixedSpeeds, RankKind, Speeds, SpeedSource, one_kind
+from elastrata.trainer.trainer import check_same_deal, deal_checksums
+from elastrata_pipelines.speeds import FixedSpeeds, RankKind, Speeds, SpeedSource, equal_kinds
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import train_by_speeds, train_on_ranks
 from support.command import run, run_json
@@ -69,9 +69,9 @@ def test_bits_stay_equal_with_virtual_ranks(values) -> None:
 
 
 def test_hands_of_different_deals_are_seen() -> None:
-    mine, theirs = deal_marks((256, 128)), deal_marks((256, 127))
+    mine, theirs = deal_checksums((256, 128)), deal_checksums((256, 127))
     check_same_deal({name: 2 * value for name, value in mine.items()}, (256, 128))
-    check_same_deal({name: 3 * value for name, value in deal_marks(()).items()}, ())
+    check_same_deal({name: 3 * value for name, value in deal_checksums(()).items()}, ())
     with pytest.raises(RuntimeError, match="different deals"):
         check_same_deal({name: mine[name] + theirs[name] for name in mine}, (256, 128))
 
@@ -90,7 +90,7 @@ def _node(name: str, device: str | None = None, **labels: str) -> dict[str, Any]
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     described = [_node("1", "A100"), _node("2", "T4", **{"node-group": "cheap"}), _node("3")]
-    monkeypatch.setattr("elastrata.cluster.node_speeds.nodes", lambda: described)
+    monkeypatch.setattr("elastrata.cluster.node_speeds.list_nodes", lambda: described)
 
 
 def test_factors_are_those_of_the_node_or_else_of_its_device(cluster) -> None:
@@ -107,13 +107,13 @@ def test_factors_are_those_of_the_node_or_else_of_its_device(cluster) -> None:
 
 
 def test_a_name_that_the_cluster_does_not_have_is_told_with_the_nearest(cluster) -> None:
-    assert unknown_names("speeds", {"A100": 1.0, "host-3": 2.0}) == []
-    (line,) = unknown_names("speeds", {"A10": 0.5})
+    assert find_unknown_names("speeds", {"A100": 1.0, "host-3": 2.0}) == []
+    (line,) = find_unknown_names("speeds", {"A10": 0.5})
     assert line == (
         "workers.speeds.A10: 0.5: no node or device of that name in the cluster, whose devices are "
         "A100, CPU, T4 (did you mean 'A100'?)"
     )
-    assert names_of(_node("3"))[-1] == "CPU"
+    assert node_names(_node("3"))[-1] == "CPU"
 
 
 def test_kinds_are_those_of_the_devices_and_of_who_has_room_for_fewer_tokens(
@@ -128,7 +128,7 @@ def test_kinds_are_those_of_the_devices_and_of_who_has_room_for_fewer_tokens(
     named = (RankKind("A100"), RankKind("T4 of cheap", 256), RankKind("CPU of host-3", 128))
     assert kinds({"T4": 512, "cheap": 256, "host-3": 128}) == named
     assert kinds({"T4": 512}, copies=3) == (RankKind("A100 + T4 + CPU", 512),)
-    (line,) = unknown_names("micro_batch_tokens", {"T40": 4096})
+    (line,) = find_unknown_names("micro_batch_tokens", {"T40": 4096})
     assert line.startswith("workers.micro_batch_tokens.T40: 4096: no node or device of that name")
     assert "(did you mean 'T4'?)" in line
 
@@ -137,7 +137,7 @@ def test_where_all_have_one_number_of_tokens_nobody_asks_for_kinds(values) -> No
     def source(**changes: Any) -> Any:
         return kinds_by_node(Recipe.model_validate({**values, **changes}))
 
-    assert source() is one_kind
+    assert source() is equal_kinds
     assert isinstance(source(micro_batch_tokens="auto"), NodeKinds)
     workers = {**values["workers"], "micro_batch_tokens": {"T4": 64}}
     assert source(workers=workers).fewer == {"T4": 64}
@@ -224,7 +224,7 @@ def test_a_run_by_measured_speeds_is_the_run_that_it_is(values, tmp_path: Path) 
     run_json("train", path, *two, "workers.speeds=measured", "--name", "measured")
     run_json("train", path, *two, "workers.speeds={CPU: 0.5}", "--name", "factors")
     equal, measured = (
-        history.effective_steps(history.read(Storage(str(runs / name / "history"))))
+        history.effective_steps(history.read_entries(Storage(str(runs / name / "history"))))
         for name in ("factors", "measured")
     )
     assert [s["digest"] for s in measured] == [s["digest"] for s in equal]

@@ -32,7 +32,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def steps(run: Path) -> list[StepRecord]:
-    entries = history.effective_steps(history.read(Storage(str(run)).sub("history")))
+    entries = history.effective_steps(history.read_entries(Storage(str(run)).sub("history")))
     return [step_record(entry, str(run)) for entry in entries]
 
 
@@ -72,7 +72,7 @@ def _are_exact_parts(found: list[StepRecord]) -> None:
 
 
 def test_evaluations_tell_the_sources_apart(run: Path) -> None:
-    entries = history.read(Storage(str(run)).sub("history"))
+    entries = history.read_entries(Storage(str(run)).sub("history"))
     evaluated = [entry for entry in entries if entry["kind"] == "evaluated"]
     assert evaluated
     for entry in evaluated:

@@ -16,10 +16,10 @@ from elastrata.run import history
 from elastrata.run.audit import audit
 from elastrata.run.folder import read_identity
 from elastrata.run.fork import begin_fork
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.mixture import UNITS
-from elastrata_pipelines.phase import positions_after
+from elastrata_pipelines.phase import compute_positions_after
 from elastrata_pipelines.storage import Storage
 from support.histories import kept_recipe
 from support.lone_run import lone_run, train_alone
@@ -71,7 +71,7 @@ def stem(folder: Path) -> Path:
 
 
 def steps(run: Path) -> list[Any]:
-    return list(history.effective_steps(history.read(Storage(str(run)).sub("history"))))
+    return list(history.effective_steps(history.read_entries(Storage(str(run)).sub("history"))))
 
 
 def recipe_of(folder: Path, *, steps: int = 10, **of_data: Any) -> Recipe:
@@ -130,8 +130,8 @@ def test_a_fork_with_other_weights_reads_on(stem: Path) -> None:
 
 def test_weights_are_shares_of_tokens(folder: Path) -> None:
     """By default; a source of longer samples gives fewer."""
-    by_tokens = training_data(recipe_of(folder, sources=sources())).train
-    by_samples = training_data(recipe_of(folder, sources=sources(), weight_by="samples")).train
+    by_tokens = find_training_data(recipe_of(folder, sources=sources())).train
+    by_samples = find_training_data(recipe_of(folder, sources=sources(), weight_by="samples")).train
     assert by_samples.mixture is not None
     assert by_tokens.mixture is not None
     shares = np.array(by_samples.mixture.legs[0].shares) / UNITS
@@ -145,13 +145,13 @@ def test_a_length_in_tokens_is_that_of_the_mixture(folder: Path) -> None:
     values = tiny_recipe(folder, folder / "runs")
     values = {**values, "data": data(folder, sources=sources())}
     values = {**values, "steps": None, "tokens": 20_000}
-    phase = training_data(Recipe.model_validate(values)).phases[0]
+    phase = find_training_data(Recipe.model_validate(values)).phases[0]
     tokens = phase.steps * 21 * phase.batches.tokens_per_sample
     assert 20_000 <= tokens < 20_000 + 21 * 48
 
 
 def test_evaluations_have_equally_much_of_every_source(folder: Path) -> None:
-    (held_out,) = training_data(recipe_of(folder, sources=sources())).held_out
+    (held_out,) = find_training_data(recipe_of(folder, sources=sources())).held_out
     assert held_out is not None
     assert held_out.samples == 60
     assert held_out.mixture is not None
@@ -231,9 +231,9 @@ def test_an_exhausted_source_gives_its_share_to_the_others(folder: Path) -> None
     recipe = recipe_of(
         folder, steps=100, sources=given, weight_by="samples", when_exhausted="redistribute"
     )
-    found = training_data(recipe)
+    found = find_training_data(recipe)
     sizes = [phase.size for phase in found.phases]
-    taken = positions_after(100, sizes, [list(SAMPLES)])
+    taken = compute_positions_after(100, sizes, [list(SAMPLES)])
     assert taken["books"] == 135
     assert sum(taken.values()) == 2100
     assert abs(taken["web"] / taken["code"] - 5 / 3) < 0.02

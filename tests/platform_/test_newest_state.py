@@ -9,7 +9,7 @@ import pytest
 
 from elastrata.checkpoints.commit import MARKER, METADATA, Commit, FileRecord, FolderName
 from elastrata.run import history
-from elastrata.trainer.resume import newest_state
+from elastrata.trainer.resume import find_resume_point
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -43,7 +43,7 @@ def started(run: Storage, attempt: int, step: int) -> None:
 
 
 def found(run: Storage, hot: Storage) -> tuple[str, int]:
-    newest = newest_state(run, hot, pytest.fail)
+    newest = find_resume_point(run, hot, pytest.fail)
     return newest.tier, newest.start.step
 
 
@@ -80,6 +80,6 @@ def test_a_copy_in_memory_goes_on_where_the_checkpoints_are_no_folder(
         found(run, hot)
     commit(hot, 1, 180)
     warnings: list[str] = []
-    newest = newest_state(run, hot, warnings.append)
+    newest = find_resume_point(run, hot, warnings.append)
     assert (newest.tier, newest.start.step) == ("hot", 180)
     assert warnings == [f"{run.uri('checkpoints')}: a file, expected a folder"]

@@ -18,7 +18,7 @@ def test_a_killed_node_is_missed_before_ray_misses_it() -> None:
         gone, staying = cluster.add(cpus=1), cluster.add(cpus=1)
         with ray_session(cluster.address):
             wait_until(lambda: ray.cluster_resources().get("CPU") == 2, 30, "two nodes")
-            assert nodes.unreachable() == frozenset()
+            assert nodes.unreachable_node_ids() == frozenset()
             findings = examine(storage=None, tracking=None, address=cluster.address)
             priority = next(finding for finding in findings if finding.name == "niceness")
             assert (priority.status, priority.found) == ("warning", "workers run at nice 15")
@@ -27,7 +27,7 @@ def test_a_killed_node_is_missed_before_ray_misses_it() -> None:
             wait_until(lambda: gone.node_id not in _counted_on(), 60, "the end of its raylet")
             assert staying.node_id in _counted_on()
 
-            selector = nodes.elsewhere([gone.node_id])
+            selector = nodes.selector_excluding([gone.node_id])
             placed = ray.util.placement_group([{"CPU": 1}], bundle_label_selector=[selector])
             ray.get(placed.ready(), timeout=30)
             table = ray.util.placement_group_table(placed)
@@ -35,11 +35,11 @@ def test_a_killed_node_is_missed_before_ray_misses_it() -> None:
 
 
 def test_a_selector_for_other_nodes() -> None:
-    assert nodes.elsewhere([]) is None
-    assert nodes.elsewhere(["b", "a"]) == {"ray.io/node-id": "!in(a, b)"}
+    assert nodes.selector_excluding([]) is None
+    assert nodes.selector_excluding(["b", "a"]) == {"ray.io/node-id": "!in(a, b)"}
 
 
 def _counted_on() -> set[str]:
     """The nodes that Ray takes for alive and that take a connection."""
-    alive = {str(node["NodeID"]) for node in nodes.nodes() if node["Alive"]}
-    return alive - nodes.unreachable()
+    alive = {str(node["NodeID"]) for node in nodes.list_nodes() if node["Alive"]}
+    return alive - nodes.unreachable_node_ids()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastrata.optim.muon import Muon, MuonConfig, orthogonalized, share_out
+from elastrata.optim.muon import Muon, MuonConfig, assign_longest_first, orthogonalize
 
 SHAPES = ((16, 8), (8, 24), (5, 5))
 
@@ -61,7 +61,7 @@ def test_it_is_pytorchs_muon(nesterov: bool, dtype: torch.dtype, tolerance: floa
 def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    found = orthogonalized(matrix, torch.float32)
+    found = orthogonalize(matrix, torch.float32)
     values = torch.diag(u.T @ found @ v.T)
     large = s > 0.05 * s.max()
     assert ((values[large] > 0.6) & (values[large] < 1.3)).all()
@@ -69,7 +69,7 @@ def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, int]) 
 
 
 def test_a_matrix_of_zeros_stays_so() -> None:
-    assert torch.equal(orthogonalized(torch.zeros(3, 4), torch.float32), torch.zeros(3, 4))
+    assert torch.equal(orthogonalize(torch.zeros(3, 4), torch.float32), torch.zeros(3, 4))
 
 
 def test_the_rest_is_adamw() -> None:
@@ -109,7 +109,7 @@ def test_matrices_of_the_blocks_and_nothing_else() -> None:
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=50), st.integers(1, 9))
 def test_work_is_shared_out_evenly(costs: list[int], size: int) -> None:
-    owners = share_out(costs, size)
+    owners = assign_longest_first(costs, size)
     busy = [sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in range(size)]
     assert sum(busy) == sum(costs)
     # LPT: no rank has more than the mean and one piece

@@ -270,7 +270,7 @@ def main(url: str, beat_seconds: str, boot_id: str = "", stops: str = "") -> Non
     """A driver that does what its standard input says."""
     ownership._CLOSING_SECONDS = CLOSING_SECONDS
     if boot_id:
-        process.here = lambda: (boot_id, "pid:[1]")
+        process.host_identity = lambda: (boot_id, "pid:[1]")
     is_heard = Event()
     if stops:
         stop_after_beat(is_heard)

@@ -14,11 +14,11 @@ from elastrata.cluster.node_speeds import SECONDS_AHEAD, STEPS_AHEAD, GroupKey, 
 from elastrata.step.events import Event, Paced, Slowed, Started
 from elastrata.step.step_message import Effort
 from elastrata.trainer.balancing import (
-    Paces,
-    Pacing,
+    PaceEstimator,
+    PaceMonitor,
     RankPlace,
     SpeedController,
-    idle_ranks,
+    idle_rank_lines,
     medians_of_others,
 )
 from elastrata_pipelines.payload import RankStep
@@ -46,7 +46,10 @@ def _found(
     told: list[Event] = []
     places = [RankPlace(f"id-{n}", f"host-{n}", device) for n, device in enumerate(devices)]
     ranks = data_ranks or list(range(len(devices)))
-    pacing, rng = Pacing(places, ranks, deals=deals, tell=told.append), np.random.default_rng(0)
+    pacing, rng = (
+        PaceMonitor(places, ranks, deals=deals, tell=told.append),
+        np.random.default_rng(0),
+    )
     for step in range(1, steps + 1):
         seconds = 100 / true(step) * np.exp(0.03 * rng.standard_normal(len(devices)))
         rank_step = RankStep(step=step, rows=NO_ROWS, cuts=np.zeros(2, np.int64), imbalance=1.0)
@@ -102,13 +105,13 @@ def test_a_group_of_ranks_goes_by_its_slowest_member() -> None:
 
 
 def test_a_rank_too_slow_for_a_row_is_told_with_the_batch_that_gives_it_one() -> None:
-    (line,) = idle_ranks((256, 256, 16), 16)
+    (line,) = idle_rank_lines((256, 256, 16), 16)
     assert line == (
         "data rank 2, at 0.062 of the speed of the fastest, is too slow to get one of 16 samples a "
         "step; a batch_size of 33 would give it one"
     )
-    assert list(idle_ranks((256, 256, 16), 33)) == []
-    assert list(idle_ranks((), 1)) == []
+    assert list(idle_rank_lines((256, 256, 16), 33)) == []
+    assert list(idle_rank_lines((), 1)) == []
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=40))
@@ -136,7 +139,7 @@ class Run:
 
     def steps(self, count: int, true: Callable[[int], np.ndarray]) -> Run:
         rng = np.random.default_rng(self.seed)
-        paces, controller = Paces(self.num_ranks), SpeedController(self.num_ranks)
+        paces, controller = PaceEstimator(self.num_ranks), SpeedController(self.num_ranks)
         dealt_by: Speeds = ()
         for step in range(1, count + 1):
             dealt_by = self.speeds.get(step, dealt_by)
@@ -203,7 +206,7 @@ def test_outliers_do_not_count() -> None:
 
 
 def test_a_rank_without_rows_keeps_its_speed() -> None:
-    paces, controller = Paces(3), SpeedController(3)
+    paces, controller = PaceEstimator(3), SpeedController(3)
     dealt_by = (256, 128, 1)
     for step in range(1, 13):
         paces.add(step, np.array([1.0, 0.5, 0.01]), np.array([256.0, 128.0, 0.0]))

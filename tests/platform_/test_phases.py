@@ -9,7 +9,7 @@ import mlflow
 import pytest
 import yaml
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.recipe.data_sets import preparations
 from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.run import history
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _steps(run: Path) -> list[Any]:
-    return history.effective_steps(history.read(Storage(str(run / "history"))))
+    return history.effective_steps(history.read_entries(Storage(str(run / "history"))))
 
 
 def test_a_phase_says_only_what_is_different(folder: Path) -> None:
@@ -146,7 +146,9 @@ def test_one_run_goes_through_all_phases_and_survives_in_each(folder: Path) -> N
     )
     checkpoints = Storage(str(runs / "killed" / "checkpoints"))
     wait_until(
-        lambda: any(commit.step >= 40 for commit in commits(checkpoints)), 120, "the second phase"
+        lambda: any(commit.step >= 40 for commit in list_commits(checkpoints)),
+        120,
+        "the second phase",
     )
     kill_group(two)
     again = run_json("train", recipe, "--name", "killed")

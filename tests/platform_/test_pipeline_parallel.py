@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.checkpoints.state import ModelTensors
 from elastrata.parallel.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.storage import Storage
 from support.pipeline_ranks import travel
 from support.ranks import run_fresh_ranks, run_ranks
@@ -174,8 +174,8 @@ def test_checkpoints_go_on_in_any_layout(
     assert run[-1][1].terms == pytest.approx(evaluated.terms, rel=RELATIVE)
     assert last[-1].step == STEPS
 
-    saved = dict(ModelTensors(Storage(url), commits(Storage(url))[0]))
-    manifest = training_data(Recipe.model_validate(recipe)).train.manifest
+    saved = dict(ModelTensors(Storage(url), list_commits(Storage(url))[0]))
+    manifest = find_training_data(Recipe.model_validate(recipe)).train.manifest
     workload = Recipe.model_validate(recipe).workload
     plain = workload.build_model(manifest.vocabulary, manifest.seq_len).state_dict()
     assert {name: v.shape for name, v in saved.items()} == {n: v.shape for n, v in plain.items()}

@@ -15,7 +15,7 @@ from elastrata.planner.layout import Layout
 from elastrata.planner.memory import blocks_of_stages
 from elastrata.planner.operations import Machine
 from elastrata.planner.plan import plan, search
-from elastrata.planner.stack import MEGATRON_2021, elastrata
+from elastrata.planner.stack import MEGATRON_2021, engine_stack
 from elastrata.planner.step_time import bubble_passes, stage_time, step_time
 from elastrata.recipe.data_sets import data_spec
 from elastrata.recipe.file import load_recipe
@@ -24,7 +24,7 @@ from elastrata_pipelines.errors import UserError
 from support.published import gpt
 
 A100 = DEVICES["A100-80GB"]
-MACHINE = Machine(A100, GPU, elastrata("bf16", "fp32"))
+MACHINE = Machine(A100, GPU, engine_stack("bf16", "fp32"))
 SMALL = gpt(24, 2304, 24)
 
 
@@ -127,8 +127,8 @@ def test_the_best_layout_is_the_fastest_that_fits() -> None:
     assert all(one.memory.total <= A100.memory_bytes for one in found.forecasts)
     assert all(one.layout.devices == 16 for one in found.forecasts)
     best, second = found.families[:2]
-    assert second.why_slower(best).startswith("+")
-    assert best.why_slower(best) == ""
+    assert second.explain_slowdown(best).startswith("+")
+    assert best.explain_slowdown(best) == ""
 
 
 def test_a_model_that_fits_nowhere_is_told_what_would_help() -> None:

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from elastrata.step.prefetch import AtOnce, Background, BackgroundThread, Prefetch, ReadyStep
+from elastrata.step.prefetch import (
+    Background,
+    BackgroundThread,
+    Prefetch,
+    ReadyStep,
+    SynchronousBackground,
+)
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.rows import Rows
 from support.ahead_ranks import choose_ahead, train_ahead
@@ -59,7 +65,7 @@ def steps_of(source: Source, background: Background | None, known: bool = True) 
 
 def test_one_step_is_made_ready_ahead_and_no_more() -> None:
     source = Source()
-    with steps_of(source, AtOnce()) as steps:
+    with steps_of(source, SynchronousBackground()) as steps:
         for number, rank_step in zip(range(1, 4), steps, strict=False):
             assert rank_step.step == number
             assert source.read == source.prepared == list(range(1, number + 2))
@@ -79,14 +85,16 @@ def test_on_a_cpu_nothing_is_done_before_it_is_asked_for() -> None:
 
 def test_a_step_that_may_be_cut_otherwise_is_only_read() -> None:
     source = Source()
-    with steps_of(source, AtOnce(), known=False) as steps:
+    with steps_of(source, SynchronousBackground(), known=False) as steps:
         first = next(steps)
         assert (source.read, source.prepared, steps.next_ready) == ([1, 2], [], None)
         steps.ready(first)
         assert source.prepared == [1]
 
 
-@pytest.mark.parametrize("kind", [AtOnce, lambda: BackgroundThread(CPU)], ids=["once", "thread"])
+@pytest.mark.parametrize(
+    "kind", [SynchronousBackground, lambda: BackgroundThread(CPU)], ids=["once", "thread"]
+)
 def test_what_goes_wrong_ahead_is_raised_in_the_step_that_needs_it(kind: Any) -> None:
     with steps_of(Source(bad=2), kind()) as steps:
         steps.ready(next(steps))

@@ -27,10 +27,10 @@ class Worker:
         return os.getpid(), self._knew_at_birth
 
     def keep_warm(self, spares: int) -> None:
-        self._spares = prestarted.Spares(spares)
+        self._spares = prestarted.SparePool(spares)
 
     def waiting(self) -> set[int]:
-        return set(prestarted.waiting())
+        return set(prestarted.find_spares())
 
 
 @ray.remote(num_cpus=0)

@@ -21,8 +21,8 @@ from elastrata.optim.optimizer import build_optimizer
 from elastrata.parallel.activation_checkpointing import Recomputation, recompute
 from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.build_model import divided_model
-from elastrata.trainer.trainer import training_loop
+from elastrata.trainer.build_model import build_divided_model
+from elastrata.trainer.trainer import build_loop
 from elastrata.workload.workload import Workload
 from elastrata_pipelines.batches import Start
 from support.fake_cuda import NEEDS_COMPILER
@@ -209,9 +209,9 @@ def _losses(
     assert len(lengths) > STEPS
     losses, graphs, next_way = [], [], iter(ways)
     with lone_group(CPU):
-        divided = divided_model(recipe, samples.vocabulary, samples.seq_len, CPU, 1)
+        divided = build_divided_model(recipe, samples.vocabulary, samples.seq_len, CPU, 1)
         optimizer = build_optimizer(recipe.optimizer, divided.model, divided.blocks)
-        loop = training_loop(recipe, divided.clip, samples.vocabulary, CPU, 1)
+        loop = build_loop(recipe, divided.clip, samples.vocabulary, CPU, 1)
         for record, _ in loop.run(divided.forward_backward, optimizer, samples.steps, Start()):
             losses.append((record.loss, record.gradient_norm))
             graphs.append(counters["stats"]["unique_graphs"])

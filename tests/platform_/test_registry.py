@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 
 from elastrata.cli.main import run as run_here
 from elastrata.tracking.models import LoadableModel, Models, write_mlmodel
-from elastrata.tracking.store import quiet_client
+from elastrata.tracking.store import create_client
 from elastrata_pipelines.preparation.config import TokenizerConfig
 from elastrata_pipelines.preparation.training import train_tokenizer
 from elastrata_workloads.bert import Bert
@@ -62,14 +62,14 @@ def _export(folder: Path, workload: Bert | Gpt) -> LoadableModel:
 @pytest.fixture
 def uri(tmp_path: Path) -> str:
     uri = f"sqlite:///{put_empty_store(tmp_path)}"
-    client = quiet_client(uri)
+    client = create_client(uri)
     client.create_experiment("e", artifact_location=(tmp_path / "artifacts").as_uri())
     return uri
 
 
 def _registered(uri: str, model: LoadableModel) -> None:
     """Twice: it is one version all the same."""
-    client = quiet_client(uri)
+    client = create_client(uri)
     experiment = client.get_experiment_by_name("e").experiment_id
     run = client.create_run(experiment).info.run_id
     models = Models(client, uri=uri, experiment_id=experiment)

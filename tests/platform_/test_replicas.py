@@ -18,13 +18,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elastrata.checkpoints.commit import MARKER, Commit, FileRecord, FolderName, commits, problems
+from elastrata.checkpoints.commit import (
+    MARKER,
+    Commit,
+    FileRecord,
+    FolderName,
+    file_problems,
+    list_commits,
+)
 from elastrata.checkpoints.replicas import replicas as storage_module
 from elastrata.checkpoints.replicas.registry import ring_from
 from elastrata.checkpoints.replicas.replicas import (
     Replicas,
     close_replicas,
-    newest_replica,
+    find_newest_replica,
     open_replicas,
 )
 from elastrata.checkpoints.replicas.store import CHUNK_BYTES
@@ -140,20 +147,20 @@ def test_a_node_removed_takes_nothing_along(storage: Replicas, nodes: Nodes) -> 
     writers = [on_node(node, Writer) for node in (head_id(), leaving.node_id)]
     commit = put(storage, writers, 7)
     nodes.kill(leaving)
-    assert newest_replica(storage) == commit
+    assert find_newest_replica(storage) == commit
     assert [storage.read(commit.folder, name) for name in SHARDS] == [b"shard of step 7"] * 2
 
 
 def test_what_is_incomplete_is_never_offered(storage: Replicas, writers: list[Any]) -> None:
-    assert newest_replica(storage) is None
+    assert find_newest_replica(storage) is None
     older = put(storage, writers, 1)
     newer = put(storage, writers, 2)
-    assert newest_replica(storage) == newer
+    assert find_newest_replica(storage) == newer
     storage.delete(newer.folder, SHARDS[0])
     storage.write(b"half", folder_of(3), SHARDS[0])
-    assert newest_replica(storage) == older
+    assert find_newest_replica(storage) == older
     storage.delete(older.folder, MARKER)
-    assert newest_replica(storage) is None
+    assert find_newest_replica(storage) is None
 
 
 @given(
@@ -192,7 +199,7 @@ def test_a_lean_commit_keeps_every_kind_of_value(tmp_path: Path) -> None:
                 state["half"] = torch.arange(8).reshape(2, 4).to(torch.bfloat16)
             saver.save(state, step=step, samples=0, tokens=0)
         saver.close()
-        (commit,) = commits(storage)
+        (commit,) = list_commits(storage)
         found = {
             name: torch.zeros_like(value) if isinstance(value, Tensor) else {"betas": None}
             for name, value in state.items()
@@ -201,7 +208,7 @@ def test_a_lean_commit_keeps_every_kind_of_value(tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
     assert {record.sha256 for record in commit.files.values()} == {None}
-    assert not problems(storage, commit)
+    assert not file_problems(storage, commit)
     assert found.pop("plain") == state.pop("plain")
     assert_equal(found, state)
 
@@ -241,7 +248,7 @@ def test_state_of_two_ranks_loads_at_other_numbers(
     assert group.all("warnings") == [[], []]
     group.kill()
 
-    commit = newest_replica(storage)
+    commit = find_newest_replica(storage)
     assert commit is not None
     assert (commit.step, commit.samples) == (3, 18)
     assert storage.names() == [commit.folder]
@@ -261,7 +268,7 @@ def test_a_full_store_costs_a_copy_and_not_the_run(nodes: Nodes, tmp_path: Path)
     group.all("save", 1)
     ((warning,),) = group.all("warnings")
     assert warning.startswith("hot copy of step 1 failed, training goes on: rank 0: OSError: no ")
-    assert newest_replica(storage) is None
+    assert find_newest_replica(storage) is None
     until(lambda: set(storage.usage().values()) == {0})
     group.all("save", 2)
     group.kill()
@@ -286,7 +293,7 @@ def test_a_writer_killed_between_two_files_leaves_the_copy_before(
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(victim)
     until(lambda: len(storage.names()) == 2)
-    commit = newest_replica(storage)
+    commit = find_newest_replica(storage)
     assert commit is not None
     assert commit.step == 1
     del survivor

@@ -16,7 +16,7 @@ from elastrata.run.folder import (
     check_same_run,
     read_identity,
     read_recipe,
-    resumed_recipe,
+    read_resumed_recipe,
     write_identity,
 )
 from elastrata_pipelines.errors import UserError
@@ -38,7 +38,7 @@ def test_keys_that_came_later_do_not_make_another_run(tmp_path: Path) -> None:
         check_same_run(run, IDENTITY, lamb, IDENTITY.data)
 
 
-@pytest.mark.parametrize("read", [read_recipe, lambda run, _: resumed_recipe(run)])
+@pytest.mark.parametrize("read", [read_recipe, lambda run, _: read_resumed_recipe(run)])
 def test_a_recipe_that_was_cut_is_not_taken_for_another(
     tmp_path: Path, read: Callable[[Storage, RunIdentity], Recipe]
 ) -> None:

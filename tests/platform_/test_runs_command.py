@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastrata.cli.main import run
-from elastrata.run.folder import resumed_recipe
+from elastrata.run.folder import read_resumed_recipe
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys
@@ -70,8 +70,8 @@ def test_a_bare_name_is_that_of_a_run(
 
 def test_a_resumed_run_has_its_own_recipe_wherever_the_command_runs(folder: Path) -> None:
     at_home = Storage(str(folder / "runs" / "first"))
-    recipe = resumed_recipe(at_home, ["workers.max=7"])
+    recipe = read_resumed_recipe(at_home, ["workers.max=7"])
     assert (recipe.name, recipe.storage) == ("first", str(folder / "runs"))
     assert (recipe.steps, recipe.workers.max) == (4, 7)
     with pytest.raises(UserError, match=r"command line: sed: 1: unknown key"):
-        resumed_recipe(at_home, ["sed=1"])
+        read_resumed_recipe(at_home, ["sed=1"])

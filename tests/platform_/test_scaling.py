@@ -15,28 +15,28 @@ from elastrata.cluster.ray_train_internals import ResizeDecision
 from elastrata.cluster.scaling_machine import (
     SECONDS_BETWEEN_LOOKS,
     SECONDS_TO_JUDGE,
+    CapacityObserved,
     Demand,
-    DemandSeen,
+    DemandObserved,
     GroupRuns,
-    HaltSeen,
+    HaltObserved,
     Instruction,
-    Look,
-    NodesSeen,
+    NodesObserved,
     NoGroup,
+    Observation,
+    Observe,
     Pause,
     Resize,
-    RoomSeen,
     ScalingEvent,
     ScalingMachine,
-    Seen,
     Signal,
     SizeProposed,
     StartGroup,
     Withdraw,
-    in_order,
-    place,
-    split_groups,
-    split_line,
+    count_split_groups,
+    place_workers,
+    sort_by_speed,
+    split_groups_warning,
 )
 from elastrata.cluster.scaling_policy import GracefulScalingPolicy
 from elastrata.step.events import Action, ControlSignal
@@ -66,7 +66,7 @@ class Cluster:
     leaving: frozenset[str] = frozenset()
     has_halted: bool = False
     now: float = 0.0
-    looks: list[Look] = field(default_factory=list)
+    looks: list[Observe] = field(default_factory=list)
 
     def tick(
         self, event: ScalingEvent, seconds: float = SECONDS_BETWEEN_LOOKS
@@ -82,7 +82,7 @@ class Cluster:
     def _done(self, event: ScalingEvent) -> list[Instruction]:
         done: list[Instruction] = []
         for instruction in self.machine.handle(event, self.now):
-            if isinstance(instruction, Look):
+            if isinstance(instruction, Observe):
                 self.looks.append(instruction)
                 seen = self._seen(instruction)
                 done += self._done(seen) if seen else []
@@ -90,16 +90,16 @@ class Cluster:
                 done.append(instruction)
         return done
 
-    def _seen(self, look: Look) -> Seen | None:
+    def _seen(self, look: Observe) -> Observation | None:
         match look:
-            case Look.NODES:
-                return NodesSeen(self.leaving)
-            case Look.SIZE if self.proposed != self.workers:
+            case Observe.NODES:
+                return NodesObserved(self.leaving)
+            case Observe.SIZE if self.proposed != self.workers:
                 return SizeProposed(self.workers, self.proposed, self.free)
-            case Look.ROOM:
-                return RoomSeen(self.room)
-            case Look.HALT:
-                return HaltSeen(self.has_halted)
+            case Observe.ROOM:
+                return CapacityObserved(self.room)
+            case Observe.HALT:
+                return HaltObserved(self.has_halted)
         return None
 
 
@@ -132,7 +132,7 @@ def test_without_room_elsewhere_the_state_is_saved_once_for_each_node() -> None:
     assert cluster.runs() == [Signal(SAVE_FIRST)]
     assert cluster.runs() == []
     assert cluster.runs(0.1) == []
-    assert Look.ROOM not in cluster.looks, "the whole cluster is looked at once a second"
+    assert Observe.ROOM not in cluster.looks, "the whole cluster is looked at once a second"
     cluster.leaving = frozenset("ab")
     (saved,) = cluster.runs()
     assert isinstance(saved, Signal)
@@ -147,7 +147,7 @@ def test_without_a_group_nothing_is_asked_and_one_is_started_once_a_second() -> 
     cluster = Cluster(machine(), proposed=3)
     cluster.runs()
     assert cluster.tick(NoGroup()) == [Withdraw(), StartGroup()], "who was asked is gone"
-    assert cluster.looks == [Look.CLUSTER, Look.DEMAND]
+    assert cluster.looks == [Observe.CLUSTER, Observe.DEMAND]
     assert cluster.tick(NoGroup(), 0.1) == [Pause(0.1)]
     assert cluster.looks == []
     assert cluster.tick(NoGroup()) == [StartGroup()]
@@ -174,7 +174,7 @@ class Run:
 
     def demand(self, most: int, *, have: int, is_refused: bool, now: float) -> int:
         """The workers it asks for now."""
-        for done in self._machine.handle(DemandSeen(most, have, is_refused), now):
+        for done in self._machine.handle(DemandObserved(most, have, is_refused), now):
             assert isinstance(done, Demand)
             self.demanded = done.workers
         return self.demanded
@@ -237,7 +237,7 @@ def test_no_node_has_more_than_its_room_and_whole_groups_stay_whole(
     rooms: dict[str, int], tensor: int, groups: int
 ) -> None:
     workers = groups * tensor
-    placed = place(rooms, workers, tensor)
+    placed = place_workers(rooms, workers, tensor)
     assert (placed is None) == (sum(rooms.values()) < workers)
     if placed is None:
         return
@@ -247,24 +247,24 @@ def test_no_node_has_more_than_its_room_and_whole_groups_stay_whole(
     assert changes == len(set(placed)) - 1  # ranks go node by node
     whole = sum(room // tensor for room in rooms.values())
     if whole >= groups:
-        assert split_groups(placed, tensor) == 0
+        assert count_split_groups(placed, tensor) == 0
 
 
 def test_a_group_is_split_only_where_no_node_has_room() -> None:
-    assert place({"a": 3, "b": 4}, 4, 2) == ["a", "a", "b", "b"]
-    assert place({"a": 3, "b": 3}, 6, 2) == ["a", "a", "a", "b", "b", "b"]
-    assert place({"a": 3, "b": 4, "c": 1}, 8, 2) == [*"bbbb", *"aaa", "c"]
-    assert place({"a": 1}, 2, 2) is None
-    assert split_line([*"bbbb", *"aaa", "c"], 2).startswith(
+    assert place_workers({"a": 3, "b": 4}, 4, 2) == ["a", "a", "b", "b"]
+    assert place_workers({"a": 3, "b": 3}, 6, 2) == ["a", "a", "a", "b", "b", "b"]
+    assert place_workers({"a": 3, "b": 4, "c": 1}, 8, 2) == [*"bbbb", *"aaa", "c"]
+    assert place_workers({"a": 1}, 2, 2) is None
+    assert split_groups_warning([*"bbbb", *"aaa", "c"], 2).startswith(
         "parallel.tensor: 2: 1 of 4 groups have"
     )
-    assert split_line([*"aabb"], 2) == ""
+    assert split_groups_warning([*"aabb"], 2) == ""
 
 
 def test_nodes_of_one_kind_follow_each_other() -> None:
     rooms, peaks = {"a": 4, "b": 8, "c": 4, "d": 8}, {"a": 312.0, "c": 312.0, "b": 65.0, "d": 65.0}
-    assert list(in_order(rooms, peaks, fastest_first=True)) == ["a", "c", "b", "d"]
-    assert list(in_order(rooms, peaks, fastest_first=False)) == ["b", "d", "a", "c"]
+    assert list(sort_by_speed(rooms, peaks, fastest_first=True)) == ["a", "c", "b", "d"]
+    assert list(sort_by_speed(rooms, peaks, fastest_first=False)) == ["b", "d", "a", "c"]
 
 
 def policy(cpus: float = 1.0, *, multiple: int = 1, tensor: int = 1) -> GracefulScalingPolicy:

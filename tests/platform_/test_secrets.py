@@ -10,13 +10,13 @@ import yaml
 
 from elastrata.cli.main import BAD_INPUT
 from elastrata.cli.main import run as run_here
-from elastrata.deploy.jobs import job_server
+from elastrata.deploy.jobs import connect_to_job_server
 from elastrata.recipe.file import load_recipe
 from elastrata.tracking.store import tracking_uri
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.preparation import PrepareConfig
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, without_secrets
+from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, hide_unrecorded_parts
 from support.command import run
 from support.synthetic import tiny_recipe, write_data_set
 
@@ -118,7 +118,7 @@ SECRETS = {
 
 @pytest.mark.parametrize(("value", "shown"), SECRETS.items(), ids=range(len(SECRETS)))
 def test_a_secret_in_a_url_is_hidden_and_the_url_not_opened(value: str, shown: str) -> None:
-    assert without_secrets(value) == shown
+    assert hide_unrecorded_parts(value) == shown
     with pytest.raises(UserError) as caught:
         Storage(value).path()
     assert str(caught.value) == f"{shown}: {NO_SECRET}"
@@ -197,7 +197,10 @@ def test_places_given_in_python_hold_no_secret() -> None:
     url = f"https://{SECRET}@host:8265"
     with pytest.raises(UserError, match="no secret in a URL") as of_tracking:
         tracking_uri(url, Storage("runs"))
-    with pytest.raises(UserError, match="no secret in a URL") as of_jobs, job_server(url):
+    with (
+        pytest.raises(UserError, match="no secret in a URL") as of_jobs,
+        connect_to_job_server(url),
+    ):
         pass
     source = {"paths": [f"https://host/x?foo={SECRET}"]}
     with pytest.raises(ValueError, match="no secret in a URL") as of_sources:
@@ -233,5 +236,5 @@ def test_places_given_in_python_hold_no_secret() -> None:
     ],
 )
 def test_what_is_no_secret(url: str) -> None:
-    assert without_secrets(url) == url
+    assert hide_unrecorded_parts(url) == url
     assert " " in url or hide_secrets(f"{url}: cannot be read") == f"{url}: cannot be read"

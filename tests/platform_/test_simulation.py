@@ -23,7 +23,7 @@ from elastrata.simulation.simulate import (
     sweep,
     young_seconds,
 )
-from elastrata.simulation.trace import Event, Rates, drawn_events, read_trace
+from elastrata.simulation.trace import Event, Rates, read_trace, sample_events
 from elastrata_pipelines.errors import UserError
 from support.documented import documented_keys
 from support.synthetic import write_data_set
@@ -86,7 +86,7 @@ def test_a_run_with_too_few_workers_waits() -> None:
 def test_the_time_is_accounted_for() -> None:
     rates = Rates(lost_per_hour=2.0, with_notice=0.3, hours_away=0.2, driver_lost_per_hour=0.5)
     at = replace(PLAIN, steps=10**6, checkpoint_seconds=0.3, hot_seconds=0.1, save_seconds=5.0)
-    found = _replay(drawn_events(4, rates, seconds=DAY, seed=1), at)
+    found = _replay(sample_events(4, rates, seconds=DAY, seed=1), at)
     assert found.faults.keys() == {"lose", "drain", "driver"}
     parts = (
         found.useful_seconds,
@@ -138,7 +138,7 @@ def test_the_best_interval_is_near_youngs() -> None:
     rates = Rates(lost_per_hour=0.25, hours_away=0.0)
 
     def events() -> Iterable[Event]:
-        return drawn_events(4, rates, seconds=60 * DAY, seed=5)
+        return sample_events(4, rates, seconds=60 * DAY, seed=5)
 
     found = sweep(at, events, seconds=60 * DAY)
     assert found is not None

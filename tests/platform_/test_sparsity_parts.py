@@ -19,7 +19,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.sparsity import rigl
 from elastrata.sparsity.config import AnySparsity, SparsityConfig
 from elastrata.sparsity.layers import erdos_renyi, layer_levels, sparsity_plan
-from elastrata.sparsity.mask_file import packed_masks, read_masks
+from elastrata.sparsity.mask_file import pack_masks, read_masks
 from elastrata.sparsity.rigl import element_hashes
 from elastrata.trainer.preflight import mask_problems
 from elastrata_pipelines.deal import WorkModel
@@ -166,7 +166,7 @@ def test_inspect_shows_every_layer(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_file_of_masks_vouches_for_itself(tmp_path: Path) -> None:
     masks = {"blocks.0.query": torch.ones(8, 8, dtype=torch.bool)}
-    data = packed_masks(masks)
+    data = pack_masks(masks)
     path = tmp_path / "masks.safetensors"
     altered = bytearray(data)
     altered[-3] ^= 4
@@ -225,7 +225,7 @@ def test_masks_of_another_model_are_refused_before_anything_starts(tmp_path: Pat
     given = {"method": "given", "masks": str(path)}
     recipe = tiny_recipe(tmp_path / "data", tmp_path / "runs", phases=[{}, {"sparsity": given}])
     told = []
-    for content in (None, b"no masks", packed_masks({"bert.query": torch.ones(2, 2).bool()})):
+    for content in (None, b"no masks", pack_masks({"bert.query": torch.ones(2, 2).bool()})):
         if content:
             path.write_bytes(content)
         told += mask_problems(Recipe.model_validate(recipe))

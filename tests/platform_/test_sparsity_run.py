@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.sparsity.layers import layer_shapes
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _steps(run: Path) -> list[Any]:
-    return history.effective_steps(history.read(Storage(str(run / "history"))))
+    return history.effective_steps(history.read_entries(Storage(str(run / "history"))))
 
 
 def test_a_killed_and_resized_run_is_the_undisturbed_one(folder: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_killed_and_resized_run_is_the_undisturbed_one(folder: Path) -> None:
     two = ("workers.min=2", "workers.max=2")
     killed = start("train", recipe, *two, "--name", "killed", log=folder / "log")
     checkpoints = Storage(str(runs / "killed" / "checkpoints"))
-    wait_until(lambda: any(c.step >= 20 for c in commits(checkpoints)), 300, "twenty steps")
+    wait_until(lambda: any(c.step >= 20 for c in list_commits(checkpoints)), 300, "twenty steps")
     kill_group(killed)
     done = run_json("train", recipe, "--name", "killed")
     assert done["world_sizes"] == [2, 1]

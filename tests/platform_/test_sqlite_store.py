@@ -16,7 +16,7 @@ from elastrata.tracking import store
 from elastrata.tracking.store import (
     check_store,
     experiment_of,
-    opened,
+    open_client,
 )
 from elastrata_pipelines.errors import UserError
 from support.command import wait_until
@@ -46,7 +46,7 @@ def execute(path: Path, *statements: str) -> None:
 
 
 def record(uri: str) -> str:
-    with opened(uri) as client:
+    with open_client(uri) as client:
         return str(client.create_run(experiment_of(client, "here", uri)).info.run_id)
 
 

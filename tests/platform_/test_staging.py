@@ -7,7 +7,7 @@ import torch
 
 from elastrata.checkpoints import staging
 from elastrata.checkpoints.retention import CheckpointConfig
-from elastrata.checkpoints.staging import BUCKET_BYTES, Bucket, in_buckets
+from elastrata.checkpoints.staging import BUCKET_BYTES, Bucket, split_into_buckets
 from support import rehearsed_copies
 from support.fake_cuda import on_fake_cuda
 
@@ -55,7 +55,7 @@ def test_tensors_of_all_kinds_share_a_bucket(monkeypatch: pytest.MonkeyPatch) ->
         torch.arange(40, dtype=torch.float64),
         torch.arange(3),
     ]
-    buckets = in_buckets(tensors)
+    buckets = split_into_buckets(tensors)
     assert sorted(number for bucket in buckets for number, _ in bucket) == list(range(7))
     assert [number for number, _ in buckets[0]] == [5]
     assert len(buckets) < 5

@@ -13,7 +13,7 @@ import yaml
 from mlflow import MlflowClient
 
 import elastrata
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.run import history
 from elastrata.sweeps.config import SweepConfig
 from elastrata.sweeps.plots import PICTURES
@@ -128,7 +128,9 @@ def test_a_sweep_from_python(folder: Path) -> None:
     _assert_whole(folder, result)
     parts = _parts(folder, result)
     assert [id for id, part in parts.items() if part.data.tags["best"] == "True"] == [best.id]
-    saved = {id: commits(Storage(result.folder).sub("trials", id, "checkpoints")) for id in parts}
+    saved = {
+        id: list_commits(Storage(result.folder).sub("trials", id, "checkpoints")) for id in parts
+    }
     assert [id for id, found in saved.items() if found] == [best.id]
     assert saved[best.id][0].step == STEPS
     client = MlflowClient(f"sqlite:///{folder / 'runs' / 'mlflow.db'}")
@@ -189,5 +191,5 @@ def test_trials_of_two_workers_are_elastic_runs(folder: Path) -> None:
     assert {trial.state for trial in result.standings.trials.values()} <= {"finished", "stopped"}
     assert result.best is not None
     run = Storage(result.folder).sub("trials", result.best.id, "history")
-    assert 2 in history.world_sizes(history.read(run))
+    assert 2 in history.world_sizes(history.read_entries(run))
     _assert_whole(folder, result)

@@ -66,7 +66,9 @@ def test_a_trial_that_was_left_goes_on_as_if_it_had_not_been(data: Path, tmp_pat
     assert [report.step for report in parts] == [8, 12]
     assert [r.metrics for r in (begun[0], *parts)] == [r.metrics for r in whole]
     assert [r.steps for r in parts] == [r.steps for r in whole[1:]]
-    steps = history.effective_steps(history.read(Storage(str(tmp_path / "parts" / "history"))))
+    steps = history.effective_steps(
+        history.read_entries(Storage(str(tmp_path / "parts" / "history")))
+    )
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert (parts[-1].state, parts[-1].tokens) == ("finished", whole[-1].tokens)
 

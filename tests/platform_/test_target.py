@@ -20,8 +20,8 @@ from elastrata.run.goodput import TimeToTarget, time_to_target
 from elastrata.run.ownership import Driver
 from elastrata.run.status import Status, summary
 from elastrata.step.evaluate import EvaluationConfig, evaluation_due
-from elastrata.step.target import TargetConfig, is_over, reached
-from elastrata.trainer.preflight import training_data
+from elastrata.step.target import TargetConfig, is_over, is_reached
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.groups import BatchSizeWarmup, batch_size_at
 from support.histories import BATCH, Entry, said, started, stepped, write_run
@@ -49,7 +49,7 @@ BEGAN = 1_700_000_000.0
 def test_when_it_is_reached(
     target: TargetConfig | None, metrics: dict[str, float], expected: bool
 ) -> None:
-    assert reached(target, metrics) is expected
+    assert is_reached(target, metrics) is expected
     assert is_over(3, metrics, steps=9, target=target) is expected
     assert is_over(9, metrics, steps=9, target=target)
 
@@ -221,10 +221,10 @@ def test_a_target_needs_held_out_data(tmp_path: Path) -> None:
     target = {"metric": "eval/mlm_accuracy", "at_least": 0.72}
     recipe = Recipe.model_validate(tiny_recipe(tmp_path / "data", "runs", target=target))
     with pytest.raises(UserError) as caught:
-        training_data(recipe)
+        find_training_data(recipe)
     assert caught.value.problems == (
         "target.metric: eval/mlm_accuracy: needs held-out data, and there is none in "
         f"{tmp_path}/data/held_out; prepare with data.prepare.held_out, or give evaluation.path",
     )
     write_data_set(tmp_path / "data", samples=60, held_out=20)
-    assert training_data(recipe).held_out is not None
+    assert find_training_data(recipe).held_out is not None

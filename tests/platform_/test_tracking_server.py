@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from elastrata.tracking.store import quiet_client
+from elastrata.tracking.store import create_client
 from elastrata_pipelines.storage import Storage
 from support.command import run_json
 from support.synthetic import tiny_recipe, write_data_set
@@ -24,7 +24,7 @@ def test_a_run_is_on_record_on_a_server(bucket: str, tmp_path: Path) -> None:
             yaml.safe_dump({**recipe, "steps": 4}), encoding="utf-8"
         )
         result = run_json("train", tmp_path / "recipe.yaml", "--name", "recorded")
-        client = quiet_client(address)
+        client = create_client(address)
         record = client.get_run(result["mlflow_run_id"])
         losses = client.get_metric_history(record.info.run_id, "train/loss")
     assert record.info.status == "FINISHED"

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.run import history
 from elastrata_pipelines.storage import Storage
 from support.command import kill_group, run, run_json, start, wait_until
@@ -47,7 +47,7 @@ def undisturbed(recipe: Path) -> dict[str, Any]:
 
 
 def _steps(recipe: Path, name: str) -> list[Any]:
-    entries = history.read(Storage(str(recipe.parent / "runs" / name / "history")))
+    entries = history.read_entries(Storage(str(recipe.parent / "runs" / name / "history")))
     return history.effective_steps(entries)
 
 
@@ -59,7 +59,7 @@ def _assert_same_run(recipe: Path, name: str) -> None:
 
 
 def _has_commit(recipe: Path, name: str) -> bool:
-    return bool(commits(Storage(str(recipe.parent / "runs" / name / "checkpoints"))))
+    return bool(list_commits(Storage(str(recipe.parent / "runs" / name / "checkpoints"))))
 
 
 def test_a_run_learns_and_says_what_it_did(recipe, undisturbed) -> None:
@@ -130,7 +130,7 @@ def _assert_checkpoints_recorded(recipe: Path, name: str, run_id: str) -> None:
         [client.get_run(run_id).info.experiment_id], filter_string=f"source_run_id = '{run_id}'"
     )
     checkpoints = Storage(str(recipe.parent / "runs" / name / "checkpoints"))
-    present = [checkpoints.uri(commit.folder) for commit in commits(checkpoints)]
+    present = [checkpoints.uri(commit.folder) for commit in list_commits(checkpoints)]
     assert sorted(model.tags["uri"] for model in models) == sorted(present)
 
 
@@ -153,7 +153,7 @@ def test_killed_worker_costs_steps_but_no_samples(
     assert driver.wait(timeout=180) == 0, (tmp_path / "log").read_text(encoding="utf-8")
     attempts = [
         entry["world_size"]
-        for entry in history.read(Storage(str(recipe.parent / "runs" / name / "history")))
+        for entry in history.read_entries(Storage(str(recipe.parent / "runs" / name / "history")))
         if entry["kind"] == "started"
     ]
     assert attempts == [2, 2]
@@ -165,7 +165,7 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(recipe, undisturbed, tm
     whole = recipe.parent / "runs" / "undisturbed"
     shutil.copytree(whole, recipe.parent / "runs" / "damaged")
     checkpoints = recipe.parent / "runs" / "damaged" / "checkpoints"
-    newest, older = commits(Storage(str(checkpoints)))[:2]
+    newest, older = list_commits(Storage(str(checkpoints)))[:2]
     _alter(checkpoints / newest.folder / "__0_0.distcp")
 
     done = run("train", recipe, "--name", "damaged", "--json")
@@ -176,7 +176,7 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(recipe, undisturbed, tm
     assert json.loads(done.stdout.splitlines()[-1])["world_sizes"] == [1, 1]
     _assert_same_run(recipe, "damaged")
 
-    redone = commits(Storage(str(checkpoints)))
+    redone = list_commits(Storage(str(checkpoints)))
     for commit in redone:
         _alter(checkpoints / commit.folder / "__0_0.distcp")
     done = run("train", recipe, "--name", "damaged")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.run import history
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import train_on_ranks
@@ -52,13 +52,13 @@ def test_killed_and_continued_by_one_worker_it_is_the_same_run(
     folder = tmp_path / "runs" / "divided"
     checkpoints = Storage(str(folder / "checkpoints"))
     divided = start("train", recipe, *workers, log=tmp_path / "log")
-    wait_until(lambda: commits(checkpoints), 300, "a checkpoint")
+    wait_until(lambda: list_commits(checkpoints), 300, "a checkpoint")
     kill_group(divided)
 
     alone = run("train", recipe)
 
     assert alone.returncode == 0, alone.stderr
-    entries = history.read(Storage(str(folder / "history")))
+    entries = history.read_entries(Storage(str(folder / "history")))
     steps, wanted = history.effective_steps(entries), run_ranks(1, train_on_ranks, values)[0]
     assert history.world_sizes(entries) == [2, 1]
     assert 0 < [e["step"] for e in entries if e["kind"] == "started"][1] < STEPS

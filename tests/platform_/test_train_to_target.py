@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 
 import elastrata
 from elastrata import TrainResult
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.audit import audit
@@ -57,7 +57,7 @@ def _run(folder: Path, name: str) -> Storage:
 
 
 def _entries(folder: Path, name: str, kind: str) -> list[Any]:
-    entries = history.read(_run(folder, name).sub("history"))
+    entries = history.read_entries(_run(folder, name).sub("history"))
     return [entry for entry in entries if entry["kind"] == kind]
 
 
@@ -80,7 +80,7 @@ def test_a_run_ends_at_its_target_and_stays_ended(folder: Path) -> None:
     assert target.tokens == done.tokens_seen
     assert 0 < target.seconds_in_steps < target.seconds
 
-    newest = commits(_run(folder, "reached").sub("checkpoints"))[0]
+    newest = list_commits(_run(folder, "reached").sub("checkpoints"))[0]
     assert (newest.step, newest.evaluation["eval/loss"]) == (STEP, target.value)
     assert [e["step"] for e in _entries(folder, "reached", "evaluated")] == [10, 20, 29, STEP]
     (entry,) = _entries(folder, "reached", "reached")
@@ -107,7 +107,7 @@ def _assert_a_further_target_goes_on(folder: Path) -> None:
     groups = _entries(folder, "reached", "started")
     assert [(group["step"], group["state"]) for group in groups] == [(0, "new"), (STEP, "durable")]
     assert audit(_run(folder, "reached")).partition_ok
-    ended = commits(_run(folder, "reached").sub("checkpoints"))[0]
+    ended = list_commits(_run(folder, "reached").sub("checkpoints"))[0]
     assert ended.step == further.steps
 
 
@@ -116,7 +116,7 @@ def test_a_driver_killed_at_the_target_leaves_a_finished_run(folder: Path, tmp_p
     (folder / "recipe.yaml").write_text(yaml.safe_dump(_values(folder)), encoding="utf-8")
     driver = start("train", folder / "recipe.yaml", "--name", "killed", log=tmp_path / "log")
     checkpoints = _run(folder, "killed").sub("checkpoints")
-    wait_until(lambda: commits(checkpoints), 300, "the checkpoint of the target")
+    wait_until(lambda: list_commits(checkpoints), 300, "the checkpoint of the target")
     kill_group(driver)
 
     done = run_json("train", folder / "recipe.yaml", "--name", "killed")
@@ -149,6 +149,6 @@ def test_a_target_reached_in_memory_alone_is_kept(
     live.end()
     assert [entry["step"] for entry in live.of_kind("started")] == [0, step]
     assert [entry["state"] for entry in live.of_kind("started")] == ["new", "hot"]
-    assert commits(Storage(str(checkpoints)))[0].step == step
+    assert list_commits(Storage(str(checkpoints)))[0].step == step
     assert len(live.steps()) == step
     assert "  target   reached: eval/loss " in live.output

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastrata.checkpoints.commit import Commit, commits
+from elastrata.checkpoints.commit import Commit, list_commits
 from elastrata.checkpoints.dcp_reader import _MetadataUnpickler
 from elastrata.checkpoints.save import DurableSaver
 from elastrata.checkpoints.state import (
@@ -42,7 +42,7 @@ def saved(storage: Storage, state: dict[str, Any]) -> Commit:
     saving = DurableSaver(storage, keep_last=1, keep_best=False, warn=pytest.fail)
     assert saving.save(state, step=1, samples=2, tokens=3, extra={"recipe": "5e"}) > 0
     saving.close()
-    (commit,) = commits(storage)
+    (commit,) = list_commits(storage)
     return commit
 
 
@@ -75,7 +75,7 @@ def test_the_state_is_copied_before_save_returns(storage: Storage) -> None:
         saving.save({"model": {"x": live}}, step=step, samples=0, tokens=0)
         live.fill_(-1)
     saving.close()
-    found = [ModelTensors(storage, commit)["x"] for commit in commits(storage)]
+    found = [ModelTensors(storage, commit)["x"] for commit in list_commits(storage)]
     assert [value.unique().tolist() for value in found] == [[2.0], [1.0]]
 
 
@@ -105,7 +105,7 @@ def test_an_error_after_the_commit_is_told_and_the_commit_stays(storage: Storage
     saving.save({"x": torch.ones(1)}, step=7, samples=0, tokens=0)
     saving.close()
     assert heard == ["checkpoint of step 7 is saved, but after it: ValueError: no such experiment"]
-    assert len(commits(storage)) == 1
+    assert len(list_commits(storage)) == 1
 
 
 def test_another_model_is_refused_in_one_line(storage: Storage) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastrata.cli.main import run
-from elastrata.cluster.failure_attribution import Failures
+from elastrata.cluster.failure_attribution import FailureCount
 from elastrata.driver.interrupt import Interrupt
 from elastrata.driver.launch import _owned
 from elastrata.driver.recorder import Observer
@@ -60,12 +60,12 @@ def killed(tmp_path: Path) -> Storage:
 def _go_on(run: Storage) -> None:
     """What a launch does until the second group has done its first step."""
     with _owned(run, Interrupt(), lambda event: None, None):
-        entries = history.read(run.sub("history"))
+        entries = history.read_entries(run.sub("history"))
         driver = HistoryWriter(run.sub("history"), 2, pytest.fail, writer="d")
         observer = Observer(
             SilentTracker(),
             driver,
-            Failures(3),
+            FailureCount(3),
             lambda event: None,
             [1],
             step=newest_known_step(entries, RECORDED),

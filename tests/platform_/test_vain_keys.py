@@ -16,7 +16,7 @@ from elastrata.run.folder import (
     DataSet,
     RunIdentity,
     flatten,
-    resumed_recipe,
+    read_resumed_recipe,
     write_identity,
 )
 from elastrata_pipelines.errors import UserError
@@ -117,9 +117,9 @@ def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
     for key in ("digest", "recipe_sha256"):
         identity[key] = None
     run.write(json.dumps(identity).encode(), "run.json")
-    assert resumed_recipe(run).steps is None
+    assert read_resumed_recipe(run).steps is None
     with pytest.raises(UserError, match="steps: 9: no phase takes it"):
-        resumed_recipe(run, ["steps=9"])
+        read_resumed_recipe(run, ["steps=9"])
 
 
 SOURCES = "[{name: a}, {name: b}]"
@@ -166,7 +166,7 @@ def test_a_record_does_not_say_how_other_data_would_be_made(
     text = run.read(RECIPE_FILE).decode()
     assert "vocab_size" not in text
     assert "lowercase" not in text
-    resumed = resumed_recipe(run)
+    resumed = read_resumed_recipe(run)
     assert [part.data.prepare for part in (resumed, *resumed.parts)] == [None] * (
         1 + len(recipe.parts)
     )

@@ -15,7 +15,12 @@ from ray.train.v2._internal.callbacks import accelerators
 
 from elastrata.cluster import prestarted, staying_workers
 from elastrata.cluster.ray_train_internals import PRIVATE_MEMBERS, WorkerGroup, missing_members
-from elastrata.cluster.staying_workers import STAYING_VARIABLES, LetGoError, join_group, leave
+from elastrata.cluster.staying_workers import (
+    STAYING_VARIABLES,
+    ReleasedError,
+    join_group,
+    leave_group,
+)
 from elastrata.cluster.worker import WorkerSender
 from elastrata.cluster.worker_group import worker_modules
 from elastrata.step.events import Evaluated, Warned
@@ -96,7 +101,7 @@ def aborted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("_abort_process_group", "dist.destroy_process_group", "torch.cuda.empty_cache"):
         monkeypatch.setattr(f"{module}.{name}", lambda: None)
     monkeypatch.setattr(f"{module}.training_has_ended", lambda seconds: True)
-    assert leave(1.0)
+    assert leave_group(1.0)
     yield
     join_group()
 
@@ -109,7 +114,7 @@ def test_no_result_of_an_aborted_collective_leaves_the_worker(
     sender, line = WorkerSender(None, rank=0), Warned(text="the state is still being saved")
     results = [record(1), Evaluated(step=1, loss=0.1, metrics={}, seconds=1.0)]
     for result in results:
-        with pytest.raises(LetGoError):
+        with pytest.raises(ReleasedError):
             sender.send(result)
     sender.send(line)
     join_group()

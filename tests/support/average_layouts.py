@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.checkpoints.save import DurableSaver
 from elastrata.parallel.mesh import DataRank, data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.evaluate import OWN
-from elastrata.trainer.evaluation import HeldOut
-from elastrata.trainer.preflight import TrainingData, training_data
+from elastrata.trainer.evaluation import HeldOutData
+from elastrata.trainer.preflight import TrainingData, find_training_data
 from elastrata.trainer.trainer import LoopHooks, Trainer
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
@@ -31,7 +31,7 @@ def go_on_averaging(rank: int, world_size: int, recipe: Section, url: str, is_le
     """Goes on for some steps from the newest state under a URL, or begins, and saves there: as
     copies in memory are saved if `is_lean`. The held-out loss of the average."""
     wanted, storage = Recipe.model_validate(recipe), Storage(url)
-    data, parallel = training_data(wanted), wanted.parallel
+    data, parallel = find_training_data(wanted), wanted.parallel
     place = data_rank(rank, world_size, parallel.tensor, parallel.pipeline)
     trainer = Trainer(
         wanted,
@@ -48,13 +48,13 @@ def go_on_averaging(rank: int, world_size: int, recipe: Section, url: str, is_le
     saver = DurableSaver(storage, keep_last=1, keep_best=False, lean=is_lean, warn=pytest.fail)
     saver.save(trainer.state(), step=last.step, samples=last.samples, tokens=last.tokens)
     saver.close()
-    held_out = HeldOut(data.phases, data.evaluated, wanted.evaluation, place, last.step)
+    held_out = HeldOutData(data.phases, data.evaluated, wanted.evaluation, place, last.step)
     losses, _ = trainer.evaluate(held_out.of(last.step))
     return losses[OWN].total
 
 
 def _restored(trainer: Trainer, storage: Storage) -> Start:
-    saved = commits(storage)
+    saved = list_commits(storage)
     if not saved:
         trainer.begin()
         return Start()

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.checkpoints.save import DurableSaver
 from elastrata.checkpoints.state import MODEL, load
 from elastrata.step.average import AVERAGE, AverageConfig, WeightAverage
@@ -24,7 +24,7 @@ def averaged_on_ranks(rank: int, world_size: int, url: str) -> dict[str, Tensor]
     for step in range(1, STEPS + 1):
         training.step(step)
         average.stepped(step)
-        with average.in_place():
+        with average.swap_in():
             training.model(training.ids(step))
     saver = DurableSaver(Storage(url), keep_last=1, keep_best=False, warn=_refuse)
     saver.save(training.state() | average.state(), step=STEPS, samples=1, tokens=1)
@@ -36,7 +36,7 @@ def restored_on_ranks(rank: int, world_size: int, url: str) -> dict[str, Tensor]
     """The average in the newest checkpoint there, whole."""
     _, average = _training()
     storage = Storage(url)
-    load(storage, commits(storage)[0], average.state())
+    load(storage, list_commits(storage)[0], average.state())
     return _whole(average)
 
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from elastrata.optim.optimizer import build_optimizer
 from elastrata.parallel.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
-from elastrata.step.evaluate import evaluate, held_out_step
+from elastrata.step.evaluate import evaluate, evaluation_step
 from elastrata.step.events import Chosen, RanOut
 from elastrata.step.records import StepRecord
 from elastrata.step.train_step import StepLoss
-from elastrata.trainer.autotune import automatic
-from elastrata.trainer.build_model import divided_model, phase_masks
-from elastrata.trainer.preflight import training_data
-from elastrata.trainer.trainer import LoopHooks, training_loop
+from elastrata.trainer.autotune import build_tuner
+from elastrata.trainer.build_model import build_divided_model, build_masks
+from elastrata.trainer.preflight import find_training_data
+from elastrata.trainer.trainer import LoopHooks, build_loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.speeds import EQUAL, RankKinds, SpeedSource
@@ -117,32 +117,32 @@ class BareTraining:
         extra: Mapping[str, Any] | None = None,
         kinds: RankKinds = (),
     ) -> None:
-        data = training_data(recipe)
+        data = find_training_data(recipe)
         self.recipe, self._batches = recipe, data.train
         parallel, cpu = recipe.parallel, torch.device("cpu")
         self._data = data_rank(rank, world_size, parallel.tensor, parallel.pipeline)
         manifest = self._batches.manifest
         vocabulary, seq_len = manifest.vocabulary, manifest.seq_len
-        divided = divided_model(recipe, vocabulary, seq_len, cpu, world_size)
+        divided = build_divided_model(recipe, vocabulary, seq_len, cpu, world_size)
         self.model, self._forward_backward = divided.model, divided.forward_backward
         self.chosen: list[Chosen] = []
         self.speeds, self._kinds = EQUAL, kinds
-        self.chooser = automatic(
+        self.chooser = build_tuner(
             recipe,
             data.phases,
             divided.recompute,
             cpu,
             world_size=world_size,
             per_node=world_size,
-            synchronize=divided.forward_backward.synchronizes,
+            synchronize=divided.forward_backward.set_gradient_sync,
             kinds=kinds,
             data_rank=self._data.rank,
         )
         self.chooser.restore(extra or {})
         blocks = recipe.workload.blocks(self.model)
         self.optimizer = build_optimizer(recipe.optimizer, self.model, blocks)
-        self.masks = phase_masks(recipe, divided)
-        self.loop = training_loop(
+        self.masks = build_masks(recipe, divided)
+        self.loop = build_loop(
             recipe,
             divided.clip,
             vocabulary,
@@ -173,7 +173,7 @@ class BareTraining:
         """Over so many of the training samples."""
         workload, manifest = self.recipe.workload, self._batches.manifest
         data = self._data
-        part = held_out_step(
+        part = evaluation_step(
             self._batches,
             samples=samples,
             rank=data.rank,
@@ -183,7 +183,7 @@ class BareTraining:
         return evaluate(
             self._forward_backward,
             workload,
-            self.chooser.as_chosen(part).micro_batches,
+            self.chooser.cut_step(part).micro_batches,
             manifest.vocabulary,
             torch.device("cpu"),
             is_primary=data.is_primary,

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from elastrata.parallel.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.evaluate import OWN
-from elastrata.trainer.evaluation import HeldOut
+from elastrata.trainer.evaluation import HeldOutData
 from elastrata.trainer.initial_weights import find_parent
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.storage import Storage
 
@@ -27,7 +27,7 @@ class Begun:
     """One rank's part of a run that has begun and done no step."""
 
     def __init__(self, rank: int, world_size: int, recipe: Recipe, run: Path) -> None:
-        data = training_data(recipe)
+        data = find_training_data(recipe)
         self.lines: list[str] = []
         self.parent = find_parent(Storage(str(run)), recipe, data, self.lines.append)
         parallel = recipe.parallel
@@ -41,7 +41,7 @@ class Begun:
             place=place,
         )
         self.trainer.begin(self.parent)
-        self._held_out = HeldOut(data.phases, data.evaluated, recipe.evaluation, place, 0)
+        self._held_out = HeldOutData(data.phases, data.evaluated, recipe.evaluation, place, 0)
 
     def loss(self) -> float:
         """Of the held-out data. Collective."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from elastrata.checkpoints.commit import EVALUATION_LOSS, newest_verified
+from elastrata.checkpoints.commit import EVALUATION_LOSS, find_newest_verified
 from elastrata.checkpoints.save import DurableSaver
 from elastrata.checkpoints.state import restore, training_state
 from elastrata_pipelines.storage import Storage
@@ -127,7 +127,7 @@ def scenario_save(arguments: dict[str, Any]) -> None:
 def scenario_load(arguments: dict[str, Any]) -> None:
     training = Training()
     storage = Storage(arguments["storage"])
-    commit = newest_verified(storage, lambda line: note(arguments, {"warning": line}))
+    commit = find_newest_verified(storage, lambda line: note(arguments, {"warning": line}))
     assert commit is not None
     restore(storage, commit, training.model, training.optimizer)
     saved = training.full()

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from elastrata_workloads.unpadded.tensor_parallel import DividedEmbedding
+from elastrata_workloads.unpadded.tensor_parallel import ShardedEmbedding
 
 ROWS, SIZE, TOKENS = 12, 4, 50
 
@@ -28,7 +28,7 @@ def _one(rank: int, mesh: Any, dtype: torch.dtype) -> dict[str, Any]:
     with torch.no_grad():
         for table in (whole, divided):
             table.weight.copy_(torch.randn(ROWS, SIZE, generator=drawn.manual_seed(1)))
-    parallelize_module(divided, mesh, DividedEmbedding(), src_data_rank=None)
+    parallelize_module(divided, mesh, ShardedEmbedding(), src_data_rank=None)
     ids = torch.randint(ROWS, (TOKENS,), generator=drawn)
     gradient = torch.randn(TOKENS, SIZE, generator=drawn).to(dtype)
     out = [table(ids) for table in (whole, divided)]

@@ -8,7 +8,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from elastrata.tracking.store import quiet_client
+from elastrata.tracking.store import create_client
 
 
 def put_empty_store(folder: Path) -> Path:
@@ -26,5 +26,5 @@ def _template() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="store-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / "mlflow.db"
-    quiet_client(f"sqlite:///{path}")
+    create_client(f"sqlite:///{path}")
     return path

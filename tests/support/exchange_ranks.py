@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastrata.parallel.reduction import DeterministicReduceScatter, Reduction, exchange_over
-from elastrata.parallel.reduction import at_once as wait
-from elastrata.parallel.reduction import exchange_at_once as at_once
+from elastrata.parallel.reduction import DeterministicReduceScatter, Reduction, build_exchange
+from elastrata.parallel.reduction import direct_exchange as at_once
+from elastrata.parallel.reduction import wait_and_run as wait
 
 PART = 3
 
@@ -17,7 +17,7 @@ def exchanged(rank: int, world_size: int, nodes: list[int]) -> dict[str, list[Te
     """What this rank has of all others, each way; and what reductions make of it."""
     world = dist.group.WORLD
     assert world is not None
-    ways = {"at once": at_once(world), "hops": exchange_over(world, nodes, "gloo")}
+    ways = {"at once": at_once(world), "hops": build_exchange(world, nodes, "gloo")}
     sent = torch.randn(world_size * PART, generator=torch.Generator().manual_seed(rank))
     found = {}
     for name, way in ways.items():

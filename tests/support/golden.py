@@ -76,7 +76,7 @@ def _alone(root: Path) -> dict[str, list[list[Any]]]:
     sources = [{"name": name, "weight": 1} for name in ("data", "other")]
 
     def steps(run: Path) -> list[list[Any]]:
-        entries = history.read(Storage(str(run)).sub("history"))
+        entries = history.read_entries(Storage(str(run)).sub("history"))
         return [[step["digest"], step["loss"]] for step in history.effective_steps(entries)]
 
     runs = {"stem": lone_run(root, "stem", steps=STEPS, **gpt)}

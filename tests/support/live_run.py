@@ -107,7 +107,7 @@ class LiveRun:
 
     def entries(self) -> list[Any]:
         """The run's history, over all its launches."""
-        return history.read(self._storage)
+        return history.read_entries(self._storage)
 
     def of_kind(self, kind: str) -> list[Any]:
         """The entries of one kind in the order of time."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from elastrata_workloads.unpadded.loss import cross_entropy, of_ids
+from elastrata_workloads.unpadded.loss import cross_entropy, mask_logits_without_ids
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def divided_cross_entropy(
     found = []
     for logits, targets in cases:
         part = logits.chunk(world_size, dim=1)[rank].clone().requires_grad_()
-        divided = of_ids(DTensor.from_local(part, mesh, [Shard(1)]), num_ids)
+        divided = mask_logits_without_ids(DTensor.from_local(part, mesh, [Shard(1)]), num_ids)
         assert isinstance(divided, DTensor)
         sums = cross_entropy(divided, targets, with_squares=with_squares)
         loss = 2 * sums.total + (0.0 if sums.squares is None else sums.squares / 3)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.checkpoints.save import DurableSaver
 from elastrata.checkpoints.state import restore, training_state
 from elastrata.recipe.recipe import Recipe
@@ -40,7 +40,7 @@ def travel(
             rank, world_size, Recipe.model_validate({**recipe, "parallel": layout})
         )
         if number:
-            newest = commits(Storage(url))[0]
+            newest = list_commits(Storage(url))[0]
             restore(Storage(url), newest, training.model, training.optimizer)
             start = Start(step=newest.step, samples=newest.samples, tokens=newest.tokens)
         records = training.run(start, recipe["steps"] * (number + 1) // len(layouts))

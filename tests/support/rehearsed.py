@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from elastrata.rehearsal.ledger import Ledger
 from elastrata.rehearsal.process import Request
-from elastrata.step.compute_time import own_time
+from elastrata.step.compute_time import build_compute_time
 from elastrata_pipelines.errors import UserError
 
 CUDA = torch.device("cuda", 0)
@@ -21,11 +21,11 @@ CUDA = torch.device("cuda", 0)
 
 def mistakes(recipe: str, overrides: list[str], cluster: str) -> tuple[str, ...]:
     """A line for each that a rehearsal refuses."""
-    from elastrata.rehearsal.rehearse import task
+    from elastrata.rehearsal.rehearse import read_task
 
     asked = Request(recipe=recipe, overrides=tuple(overrides), cluster=cluster)
     with pytest.raises(UserError) as refused:
-        task(asked)
+        read_task(asked)
     return refused.value.problems
 
 
@@ -104,7 +104,7 @@ def own_time_of_steps(ledger: Ledger) -> tuple[list[tuple[float, float]], int]:
     blocks = [nn.Linear(2, 2, device=CUDA) for _ in range(2)]
     rows = torch.ones(1, 2, device=CUDA)
     ledger.take()
-    own, told = own_time(CUDA, blocks), []
+    own, told = build_compute_time(CUDA, blocks), []
     for step in (1, 2, 3):
         own.begin()
         for _ in range(step):

@@ -16,8 +16,8 @@ from elastrata.optim.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
 from elastrata.rehearsal.cuda import FakeStream
 from elastrata.rehearsal.ledger import Ledger
-from elastrata.trainer.build_model import divided_model
-from elastrata.trainer.trainer import LoopHooks, training_loop
+from elastrata.trainer.build_model import build_divided_model
+from elastrata.trainer.trainer import LoopHooks, build_loop
 from elastrata_pipelines.batches import Start
 
 CUDA = torch.device("cuda", 0)
@@ -57,10 +57,10 @@ def order_of_a_save_in_training(ledger: Ledger) -> list[str]:
         ["precision=bf16", "compile=false", "steps=100", "batch_size=8", "workload.num_layers=1"],
     )
     samples: Any = bench_samples(recipe, "full", steps=3)
-    divided = divided_model(recipe, samples.vocabulary, samples.seq_len, CUDA, 8)
+    divided = build_divided_model(recipe, samples.vocabulary, samples.seq_len, CUDA, 8)
     blocks = recipe.workload.blocks(divided.model)
     optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
-    loop = training_loop(recipe, divided.clip, samples.vocabulary, CUDA, 8)
+    loop = build_loop(recipe, divided.clip, samples.vocabulary, CUDA, 8)
     order: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: order.append("update"))
     stager = Stager()

@@ -108,9 +108,9 @@ def _stages(settings: Sequence[str]) -> int:
 
 def _rehearse(asked: Request, rank: int) -> RankFigures:
     from elastrata.rehearsal.rank import rehearse_rank
-    from elastrata.rehearsal.rehearse import task
+    from elastrata.rehearsal.rehearse import read_task
 
-    return rehearse_rank(task(asked), rank)
+    return rehearse_rank(read_task(asked), rank)
 
 
 FOLDER = Path(__file__).parents[1] / "ledgers"

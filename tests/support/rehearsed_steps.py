@@ -14,8 +14,8 @@ from elastrata.optim.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
 from elastrata.rehearsal.ledger import Entries, Ledger
 from elastrata.step.train_step import skips_on_device
-from elastrata.trainer.build_model import divided_model, phase_masks
-from elastrata.trainer.trainer import training_loop
+from elastrata.trainer.build_model import build_divided_model, build_masks
+from elastrata.trainer.trainer import build_loop
 from elastrata_pipelines.batches import Start
 
 CUDA = torch.device("cuda", 0)
@@ -52,11 +52,11 @@ def _third_step(ledger: Ledger, name: str, overrides: list[str]) -> tuple[Entrie
     recipe = load_recipe(name, ["precision=bf16", "compile=false", "steps=100", *overrides])
     samples: Any = bench_samples(recipe, "full", steps=STEPS + 1)
     world_size = dist.get_world_size()
-    divided = divided_model(recipe, samples.vocabulary, samples.seq_len, CUDA, world_size)
+    divided = build_divided_model(recipe, samples.vocabulary, samples.seq_len, CUDA, world_size)
     blocks = recipe.workload.blocks(divided.model)
     optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
-    masks = phase_masks(recipe, divided)
-    loop = training_loop(recipe, divided.clip, samples.vocabulary, CUDA, world_size, masks=masks)
+    masks = build_masks(recipe, divided)
+    loop = build_loop(recipe, divided.clip, samples.vocabulary, CUDA, world_size, masks=masks)
     run = loop.run(divided.forward_backward, optimizer, samples.steps, Start())
     for number, _ in enumerate(run, 1):
         entries = ledger.take()

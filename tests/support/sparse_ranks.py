@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.checkpoints.save import DurableSaver
 from elastrata.checkpoints.state import load, restore, training_state
 from elastrata.device.kernels import use_kernels
@@ -94,7 +94,7 @@ def train_all_with_kernels(
             blocks = training.recipe.workload.blocks(training.model)
             matrices = sparse_matrices(training.model, blocks)
             compress = partial(_noted, shapes)
-            use_kernels(training.model, matrices, training.masks.is_in_fours, compress)
+            use_kernels(training.model, matrices, training.masks.uses_kernels, compress)
         records = training.run(Start(), training.recipe.steps_in_all)
         found.append(([(r.digest, r.loss, r.gradient_norm) for r in records], shapes))
     return found
@@ -184,7 +184,7 @@ def resume_sparse(rank: int, world_size: int, recipe: Section, url: str) -> Spar
     training = BareTraining(rank, world_size, Recipe.model_validate(recipe))
     assert training.masks is not None
     storage = Storage(url)
-    (commit,) = commits(storage)
+    (commit,) = list_commits(storage)
     restore(storage, commit, training.model, training.optimizer)
     training.masks.restore(commit.step, partial(load, storage, commit))
     before = whole_masks(training)
@@ -213,7 +213,7 @@ def updated_on_ranks(
 ) -> np.ndarray:
     """RigL's update of one matrix, dealt out by rows."""
     matrix, slope, zero = (_dealt(one, 0, world_size) for one in (weights, gradient, mask))
-    (new,) = rigl.updated([matrix], [slope], [local(zero)], [count])
+    (new,) = rigl.update_masks([matrix], [slope], [local(zero)], [count])
     return _whole(_like(matrix, new)) != 0
 
 

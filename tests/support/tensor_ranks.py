@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.checkpoints.save import DurableSaver
 from elastrata.checkpoints.state import restore, training_state
 from elastrata.recipe.recipe import Recipe
@@ -59,7 +59,7 @@ def _resume(
     rank: int, world_size: int, recipe: Recipe, url: str
 ) -> tuple[list[StepRecord], StepLoss]:
     training = BareTraining(rank, world_size, recipe)
-    (commit,) = commits(Storage(url))
+    (commit,) = list_commits(Storage(url))
     restore(Storage(url), commit, training.model, training.optimizer)
     start = Start(step=commit.step, samples=commit.samples, tokens=commit.tokens)
     return training.run(start, recipe.steps), training.evaluate(samples=50)

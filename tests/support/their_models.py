@@ -12,8 +12,8 @@ from torch import Tensor
 from elastrata.parallel.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.evaluate import EVALUATION_SEED, OWN
-from elastrata.trainer.evaluation import HeldOut
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.evaluation import HeldOutData
+from elastrata.trainer.preflight import find_training_data
 from support.synthetic import SEQ_LEN, VOCABULARY
 
 GPT2 = {"name": "gpt", "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": SEQ_LEN}
@@ -147,9 +147,9 @@ def their_loss(model: Any, values: dict[str, Any]) -> float:
 
 def _samples(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
     """Ids of each held-out sample, and its labels: -100 where nothing is predicted."""
-    data = training_data(recipe)
+    data = find_training_data(recipe)
     place = data_rank(0, 1, 1)
-    held_out = HeldOut(data.phases, data.evaluated, recipe.evaluation, place, 0).of(0)
+    held_out = HeldOutData(data.phases, data.evaluated, recipe.evaluation, place, 0).of(0)
     for rows in held_out[OWN].micro_batches:
         batch: Any = recipe.workload.collate(rows, data.vocabulary, EVALUATION_SEED)
         labels = torch.full_like(batch.input_ids, -100)

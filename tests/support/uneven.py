@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import list_commits
 from elastrata.checkpoints.save import DurableSaver
 from elastrata.checkpoints.state import restore, training_state
 from elastrata.optim.optimizer import OptimizerConfig, build_optimizer
@@ -135,7 +135,7 @@ def restored_and_gone_on(
     """The state that was restored, and that three steps later."""
     training = Training(optimizer, parallel)
     storage = Storage(url)
-    (commit,) = commits(storage)
+    (commit,) = list_commits(storage)
     restore(storage, commit, training.model, training.optimizer)
     before = training.full()
     training.steps(3, 6)

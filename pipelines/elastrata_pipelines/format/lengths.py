@@ -10,7 +10,7 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from elastrata_pipelines.checked_json import file_size, reason
+from elastrata_pipelines.checked_json import describe_error, file_size
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -61,7 +61,7 @@ def _open_checked(storage: Storage, path: str, count: int) -> Iterator[IO[bytes]
         raise
     # Every kind of store raises errors of other classes.
     except Exception as error:
-        raise UserError(f"{where}: cannot be read ({reason(error)})") from None
+        raise UserError(f"{where}: cannot be read ({describe_error(error)})") from None
 
 
 def _header_bytes(head: bytes, count: int) -> int:

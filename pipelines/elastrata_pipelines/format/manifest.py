@@ -15,7 +15,13 @@ import numpy.typing as npt
 from pydantic import AfterValidator, Field, ValidationError
 from typing_extensions import override
 
-from elastrata_pipelines.checked_json import Record, parse_json, parse_record, read_bytes, reason
+from elastrata_pipelines.checked_json import (
+    Record,
+    describe_error,
+    parse_json,
+    parse_record,
+    read_bytes,
+)
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.lengths import check_int32, histogram_of, read_int32
 from elastrata_pipelines.storage import Storage
@@ -37,7 +43,7 @@ MOST_LENGTHS_CHECKED = 2**26
 TOKENIZER_DIR, SHARDS = "tokenizer", "shards"
 BUILDING = ".building"
 """Folder with the intermediate files of a preparation, deleted at its end."""
-AGAIN = "prepare the data set again, with --overwrite"
+PREPARE_AGAIN_ADVICE = "prepare the data set again, with --overwrite"
 _CHECKSUM = "checksum"
 _CHECKSUM_FIRST = re.compile(rb'\{\n "checksum": "([0-9a-f]{64})",\n')
 """Beginning of the text that `Manifest.to_json` produces."""
@@ -216,7 +222,7 @@ class Manifest(Record):
         # The URL's scheme has no file system, for example.
         except Exception as error:
             raise UserError(
-                f"{storage.url}: no data set can be read there ({reason(error)})"
+                f"{storage.url}: no data set can be read there ({describe_error(error)})"
             ) from None
         return _parse(data, storage.uri(MANIFEST))
 
@@ -230,7 +236,7 @@ class Manifest(Record):
         if histogram_of(lengths, self.seq_len) != self.length_histogram:
             raise UserError(
                 f"{storage.uri(LENGTHS)}: not the lengths that the manifest's histogram counts: "
-                f"the index does not match; {AGAIN}"
+                f"the index does not match; {PREPARE_AGAIN_ADVICE}"
             )
         return lengths
 
@@ -250,9 +256,9 @@ class Manifest(Record):
         try:
             return read(storage, LENGTHS, self.samples)
         except FileNotFoundError:
-            raise UserError(f"{storage.uri(LENGTHS)}: missing; {AGAIN}") from None
+            raise UserError(f"{storage.uri(LENGTHS)}: missing; {PREPARE_AGAIN_ADVICE}") from None
         except UserError as error:
-            raise UserError(f"{error}; {AGAIN}") from None
+            raise UserError(f"{error}; {PREPARE_AGAIN_ADVICE}") from None
 
     def _values(self) -> dict[str, Any]:
         """Return all fields but the checksum as JSON values."""
@@ -270,7 +276,7 @@ def _parse(data: bytes, where: str) -> Manifest:
     stated_checksum = manifest.fingerprint if manifest else None
     if manifest is None:
         manifest, stated_checksum = _parse_any(data, where)
-    problems = list(islice(contradictions(manifest, LENGTHS), _SHOWN_PROBLEMS))
+    problems = list(islice(find_contradictions(manifest, LENGTHS), _SHOWN_PROBLEMS))
     if manifest.version != 1 and stated_checksum != manifest.fingerprint and not problems:
         problems = [
             "checksum: missing"
@@ -278,7 +284,7 @@ def _parse(data: bytes, where: str) -> Manifest:
             else "altered: its checksum is of something else"
         ]
     if problems:
-        raise UserError(*(f"{where}: {problem}; {AGAIN}" for problem in problems))
+        raise UserError(*(f"{where}: {problem}; {PREPARE_AGAIN_ADVICE}" for problem in problems))
     return manifest
 
 
@@ -316,18 +322,18 @@ def _parse_any(data: bytes, where: str) -> tuple[Manifest, Any]:
     if type(version) is not int or version not in READABLE_VERSIONS:
         raise UserError(
             f"{where}: format version {version!r:.20}, this Elastrata reads versions "
-            f"{' and '.join(map(str, READABLE_VERSIONS))}; {AGAIN}"
+            f"{' and '.join(map(str, READABLE_VERSIONS))}; {PREPARE_AGAIN_ADVICE}"
         )
     stated_checksum = raw.pop(_CHECKSUM, None) if version != 1 else None
     if version == 1 and _HELD_OUT in raw:
-        raise UserError(f"{where}: {_HELD_OUT}: unknown key in version 1; {AGAIN}")
-    return parse_record(Manifest, json.dumps(raw), where, AGAIN), stated_checksum
+        raise UserError(f"{where}: {_HELD_OUT}: unknown key in version 1; {PREPARE_AGAIN_ADVICE}")
+    return parse_record(Manifest, json.dumps(raw), where, PREPARE_AGAIN_ADVICE), stated_checksum
 
 
 _UINT16_IDS = 2**16
 
 
-def contradictions(manifest: Manifest, index: str) -> Iterator[str]:
+def find_contradictions(manifest: Manifest, index: str) -> Iterator[str]:
     """Yield one line for each field that contradicts another one.
 
     Args:
@@ -434,4 +440,4 @@ def read_held_out(storage: Storage, manifest: Manifest) -> Manifest | None:
         )
     else:
         return None
-    raise UserError(f"{problem}; bring it back, or {AGAIN}")
+    raise UserError(f"{problem}; bring it back, or {PREPARE_AGAIN_ADVICE}")

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastrata_pipelines.checked_json import file_size, reason
+from elastrata_pipelines.checked_json import describe_error, file_size
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.files import CheckedStream
-from elastrata_pipelines.format.manifest import AGAIN, FileEntry, Manifest
-from elastrata_pipelines.retry import may_pass
+from elastrata_pipelines.format.manifest import PREPARE_AGAIN_ADVICE, FileEntry, Manifest
+from elastrata_pipelines.retry import is_temporary
 from elastrata_pipelines.storage import Storage
 
 
@@ -109,7 +109,7 @@ def read_stripes(storage: Storage, manifest: Manifest, stripes: Sequence[int]) -
         UserError: a shard is missing, truncated, or contradicts the manifest.
         OSError: a remote storage fails.
     """
-    parts = by_shard(manifest, stripes)
+    parts = group_by_shard(manifest, stripes)
 
     def read(part: tuple[FileEntry, int, list[int]]) -> dict[int, pa.Table]:
         shard, first, inside = part
@@ -127,7 +127,9 @@ def read_stripes(storage: Storage, manifest: Manifest, stripes: Sequence[int]) -
     return [found[stripe] for stripe in stripes]
 
 
-def by_shard(manifest: Manifest, stripes: Sequence[int]) -> list[tuple[FileEntry, int, list[int]]]:
+def group_by_shard(
+    manifest: Manifest, stripes: Sequence[int]
+) -> list[tuple[FileEntry, int, list[int]]]:
     """Return the shards that hold these stripes, in order.
 
     Each shard comes with the number of its first stripe, and with the requested stripes in it.
@@ -184,12 +186,14 @@ def open_shard(
     except FileNotFoundError:
         raise UserError(f"{where}: the shard is missing") from None
     except PermissionError as error:
-        raise UserError(f"{where}: may not be read ({reason(error)})") from None
+        raise UserError(f"{where}: may not be read ({describe_error(error)})") from None
     # Arrow raises many classes of errors for damaged bytes.
     except Exception as error:
-        if may_pass(error, is_local=storage.is_local):
+        if is_temporary(error, is_local=storage.is_local):
             raise
-        raise UserError(f"{where}: the shard is damaged ({reason(error)}); {AGAIN}") from None
+        raise UserError(
+            f"{where}: the shard is damaged ({describe_error(error)}); {PREPARE_AGAIN_ADVICE}"
+        ) from None
 
 
 def _open_checked(

@@ -14,17 +14,17 @@ from posixpath import splitext
 from tempfile import TemporaryFile
 from typing import Any
 
-from elastrata_pipelines.checked_json import reason
-from elastrata_pipelines.errors import in_one_line
+from elastrata_pipelines.checked_json import describe_error
+from elastrata_pipelines.errors import escape_unprintable
 from elastrata_pipelines.preparation.config import SourceConfig
 from elastrata_pipelines.preparation.not_text import HEAD_BYTES, refuse_no_text, refuse_not_packed
 from elastrata_pipelines.preparation.pieces import (
     DocumentTooLongError,
     Piece,
     open_stored,
+    open_uncompressed,
     refuse_bomb,
     text_pieces,
-    uncompressed,
 )
 from elastrata_pipelines.preparation.sources import COMPRESSIONS, SourceFile, is_hidden, kind_of
 from elastrata_pipelines.preparation.tables import parquet_pieces
@@ -41,7 +41,7 @@ _LONG_HEADERS = (
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedMember:
     """An archive member that cannot be read."""
 
     name: str
@@ -62,7 +62,7 @@ class FileReader:
     refused: Collection[str] = ()
     """Identities of members that are not read."""
 
-    def pieces(self, file: SourceFile) -> Iterator[Piece | Refused]:
+    def pieces(self, file: SourceFile) -> Iterator[Piece | RefusedMember]:
         """Yield the pieces of a file, or of the members of an archive, in order.
 
         Raises:
@@ -76,10 +76,10 @@ class FileReader:
     def _uncompressed(self, file: SourceFile, stored: Any) -> Iterator[Any]:
         if file.compression:
             refuse_not_packed(file, _peek(stored), self.config)
-        with uncompressed(stored, file.compression) as stream:
+        with open_uncompressed(stored, file.compression) as stream:
             yield stream
 
-    def _pieces(self, file: SourceFile, stream: Any, level: int) -> Iterator[Piece | Refused]:
+    def _pieces(self, file: SourceFile, stream: Any, level: int) -> Iterator[Piece | RefusedMember]:
         head = _read(stream, HEAD_BYTES)
         rest = _ResumedStream(head, stream)
         if _is_archive(file, head, level, self.config):
@@ -98,9 +98,9 @@ class FileReader:
 
     def _member_pieces(
         self, member: SourceFile, data: Any, level: int
-    ) -> Iterator[Piece | Refused]:
+    ) -> Iterator[Piece | RefusedMember]:
         if member.name in self.refused:
-            yield Refused(member.name, "")
+            yield RefusedMember(member.name, "")
             return
         try:
             with self._uncompressed(member, data) as stream:
@@ -109,11 +109,11 @@ class FileReader:
             raise
         # Every compression and format raises errors of other classes.
         except Exception as error:
-            why = in_one_line(reason(error))
-            yield Refused(member.name, f"{member.shown}: cannot be read ({why})")
+            why = escape_unprintable(describe_error(error))
+            yield RefusedMember(member.name, f"{member.shown}: cannot be read ({why})")
 
 
-def names_archive(file: SourceFile) -> bool:
+def has_archive_name(file: SourceFile) -> bool:
     """Return whether the name of a file is that of a tar archive."""
     stem, ending = splitext(file.url.lower())
     return ending in _ENDINGS or (ending in COMPRESSIONS and stem.endswith(".tar"))
@@ -121,13 +121,13 @@ def names_archive(file: SourceFile) -> bool:
 
 def _is_archive(file: SourceFile, head: bytes, level: int, config: SourceConfig) -> bool:
     if head[257:262] == b"ustar" or _begins_archive(head):
-        if not (file.compression or level or names_archive(file)):
+        if not (file.compression or level or has_archive_name(file)):
             raise OSError("a tar archive, not text; end its name in .tar")
         return True
-    if names_archive(file) and (not head or head.strip(b"\0")):
+    if has_archive_name(file) and (not head or head.strip(b"\0")):
         refuse_no_text(file, head, config)
         raise OSError("its name says that it is a tar archive, which it is not")
-    return names_archive(file)
+    return has_archive_name(file)
 
 
 def _begins_archive(head: bytes) -> bool:

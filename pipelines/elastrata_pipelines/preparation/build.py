@@ -19,12 +19,17 @@ from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.corpus import Corpus, Progress, token_dtype
 from elastrata_pipelines.preparation.filters import check_filters
 from elastrata_pipelines.preparation.pipeline import run_in_parallel
-from elastrata_pipelines.preparation.provenance import PROVENANCE, Provenance, barren_sources, total
+from elastrata_pipelines.preparation.provenance import (
+    PROVENANCE,
+    Provenance,
+    find_empty_sources,
+    sum_counts,
+)
 from elastrata_pipelines.preparation.screening import HELD_OUT, TRAINING
 from elastrata_pipelines.preparation.shards import Plan, WriteShard, plan_shards
-from elastrata_pipelines.preparation.target import Target, keep_tokenizer, kept_tokenizer
+from elastrata_pipelines.preparation.target import Target, keep_tokenizer, load_kept_tokenizer
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
-from elastrata_pipelines.preparation.work import Tokenized
+from elastrata_pipelines.preparation.work import TokenizedPortion
 from elastrata_pipelines.storage import Storage
 
 
@@ -38,13 +43,13 @@ class Layout:
     sources: tuple[SourceEntry, ...]
 
 
-def lay_out(config: PrepareConfig, tokenized: Sequence[Tokenized], part: int) -> Layout:
+def lay_out(config: PrepareConfig, tokenized: Sequence[TokenizedPortion], part: int) -> Layout:
     """Assign a place to each sample of the training or held-out part.
 
     Raises:
         UserError: no samples are left, in total or for one of the sources.
     """
-    if barren := list(barren_sources(config, tokenized)):
+    if barren := list(find_empty_sources(config, tokenized)):
         raise UserError(*barren)
     runs = [run for portion in tokenized if (run := portion.runs[part]) is not None]
     documents = sum(portion.documents[part] for portion in tokenized)
@@ -78,11 +83,11 @@ def lay_out(config: PrepareConfig, tokenized: Sequence[Tokenized], part: int) ->
 
 
 def _source_entry(
-    config: PrepareConfig, number: int, tokenized: Sequence[Tokenized], part: int
+    config: PrepareConfig, number: int, tokenized: Sequence[TokenizedPortion], part: int
 ) -> SourceEntry:
     source = config.all_sources[number]
     own_part = HELD_OUT if number >= len(config.sources) else TRAINING
-    skipped = total(portion.skipped for portion in tokenized) if part == own_part else {}
+    skipped = sum_counts(portion.skipped for portion in tokenized) if part == own_part else {}
     runs = [run for portion in tokenized if (run := portion.runs[part]) is not None]
     assert source.name is not None
     return SourceEntry(
@@ -230,7 +235,7 @@ def prepare(
 
 def _resume_or_train(corpus: Corpus, storage: Storage, fingerprint: str) -> TokenizerFiles:
     """Return the tokenizer of an interrupted preparation, or train and store a new one."""
-    if left_tokenizer := kept_tokenizer(storage, fingerprint):
+    if left_tokenizer := load_kept_tokenizer(storage, fingerprint):
         corpus.report("take the tokenizer trained before", 1, 1, "tokenizers")
         return left_tokenizer
     tokenizer = corpus.train_tokenizer()
@@ -238,7 +243,7 @@ def _resume_or_train(corpus: Corpus, storage: Storage, fingerprint: str) -> Toke
     return tokenizer
 
 
-def fraction_for_one(config: PrepareConfig, tokenized: Sequence[Tokenized]) -> float | None:
+def fraction_for_one(config: PrepareConfig, tokenized: Sequence[TokenizedPortion]) -> float | None:
     """Return the fraction that holds out exactly one document, if the configured one holds out
     none.
 

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from elastrata_pipelines.configured_text import ConfigPart
-from elastrata_pipelines.errors import nearest
+from elastrata_pipelines.errors import suggest_nearest
 from elastrata_pipelines.preparation.deduplication import DeduplicationConfig
 from elastrata_pipelines.preparation.filters import FilterConfig
 
@@ -154,7 +154,7 @@ class PrepareConfig(ConfigPart):
                 if name not in names:
                     raise ValueError(
                         f"filters.{number}.sources: {name}: expected one of "
-                        f"{', '.join(map(str, names))}{nearest(name, map(str, names))}"
+                        f"{', '.join(map(str, names))}{suggest_nearest(name, map(str, names))}"
                     )
         return self
 

@@ -14,7 +14,7 @@ import numpy as np
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.manifest import TokenType
 from elastrata_pipelines.preparation.config import PrepareConfig
-from elastrata_pipelines.preparation.deduplication import algorithm
+from elastrata_pipelines.preparation.deduplication import signature_version
 from elastrata_pipelines.preparation.pipeline import split_in_parallel
 from elastrata_pipelines.preparation.portions import (
     Group,
@@ -29,15 +29,19 @@ from elastrata_pipelines.preparation.provenance import (
     NOT_A_FILE,
     FilesOfSource,
     Provenance,
-    barren_sources,
+    find_empty_sources,
 )
-from elastrata_pipelines.preparation.screening import Printed, PrintWork, repeats
+from elastrata_pipelines.preparation.screening import (
+    FingerprintedPortion,
+    FingerprintWork,
+    mark_repeats,
+)
 from elastrata_pipelines.preparation.sources import SourceFile, find_files
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
 from elastrata_pipelines.preparation.training import train_tokenizer
 from elastrata_pipelines.preparation.work import (
     ChooseTrainingText,
-    Tokenized,
+    TokenizedPortion,
     TokenizeWork,
     TrainingText,
 )
@@ -54,7 +58,7 @@ _TEXT_PER_COMPRESSED_BYTE = 4
 _PAIRS = "partners"
 _SKIP = "bad_documents: skip passes it over"
 
-Result = TypeVar("Result", Tokenized, TrainingText, Printed)
+Result = TypeVar("Result", TokenizedPortion, TrainingText, FingerprintedPortion)
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Corpus:
     report: Progress
     passed_over: tuple[int, ...] = ()
     """Number of skipped pipes, broken links and the like in the folders of each source."""
-    repeats: Mapping[Place, Repeats] | None = None
+    mark_repeats: Mapping[Place, Repeats] | None = None
     """Marks of repeated documents by portion; None before they are looked for."""
 
     @staticmethod
@@ -132,7 +136,7 @@ class Corpus:
             if not config[key]:
                 del config[key]
         if self.config.deduplication and self.config.deduplication.method == "near":
-            config["deduplication"]["algorithm"] = algorithm()
+            config["deduplication"]["algorithm"] = signature_version()
         if tokenizer:
             config["tokenizer"] = tokenizer.fingerprint
         if self.config.pairs:
@@ -148,8 +152,8 @@ class Corpus:
         deduplication = self.config.deduplication
         if deduplication is None or self.repeats is not None:
             return self
-        found = self._process(PrintWork(self.config, deduplication), "look for duplicates")
-        marks = repeats(deduplication, {printed.place: printed.prints for printed in found})
+        found = self._process(FingerprintWork(self.config, deduplication), "look for duplicates")
+        marks = mark_repeats(deduplication, {printed.place: printed.prints for printed in found})
         return replace(self, repeats=marks)
 
     def train_tokenizer(self) -> TokenizerFiles:
@@ -163,7 +167,7 @@ class Corpus:
         settings = self.config.tokenizer
         work = ChooseTrainingText(self.config, settings.max_bytes / max(1, self._text_bytes))
         results = self._process(work, "read text for the tokenizer")
-        if barren := list(barren_sources(self.config, results)):
+        if barren := list(find_empty_sources(self.config, results)):
             raise UserError(*barren)
         chosen = [piece for result in results for piece in result.chosen]
         texts: list[str] = []
@@ -181,7 +185,7 @@ class Corpus:
         self.report("train the tokenizer", 1, 1, "tokenizers")
         return tokenizer
 
-    def tokenize(self, tokenizer: TokenizerFiles, runs: Storage) -> list[Tokenized]:
+    def tokenize(self, tokenizer: TokenizerFiles, runs: Storage) -> list[TokenizedPortion]:
         """Tokenise all portions into runs, and return the results in the order of the corpus.
 
         Raises:
@@ -214,10 +218,10 @@ class Corpus:
         self.report(f"tokenized with {', '.join(encoders)}", size, size, "bytes")
         return tokenized
 
-    def _skipped_entries(self) -> list[Tokenized]:
+    def _skipped_entries(self) -> list[TokenizedPortion]:
         """Return everything that was skipped as portions without documents."""
         return [
-            Tokenized(
+            TokenizedPortion(
                 place=(len(self.files), source), source=source, bytes=0, documents=(0, 0),
                 runs=(None, None), skipped={NOT_A_FILE: count},
             )

@@ -59,17 +59,17 @@ class DeduplicationConfig(ConfigPart):
         return self
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """Return a text with normalised case, white space and letter forms."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def normalised_hash(text: str) -> int:
+def hash_text(text: str) -> int:
     """Return a 64-bit hash of the normalised text."""
-    return text_hash(normalised(text))
+    return text_hash(normalise(text))
 
 
-def algorithm() -> int:
+def signature_version() -> int:
     """Return the version of the signature algorithm.
 
     Raises:
@@ -78,7 +78,7 @@ def algorithm() -> int:
     return int(_load_library().ALGORITHM_VERSION)
 
 
-def signatures(texts: Sequence[str], words: int) -> Signatures:
+def compute_signatures(texts: Sequence[str], words: int) -> Signatures:
     """Return the MinHash signature of each text, shape [texts, PERMUTATIONS].
 
     Raises:
@@ -96,7 +96,7 @@ def signatures(texts: Sequence[str], words: int) -> Signatures:
 
 def _shingles(text: str, words: int) -> Iterator[list[str]]:
     """Yield all sequences of `words` words in batches; a shorter text is one sequence."""
-    found = _WORD.findall(normalised(text)) or [text]
+    found = _WORD.findall(normalise(text)) or [text]
     count = max(1, len(found) - words + 1)
     for first in range(0, count, _SHINGLES_AT_ONCE):
         last = min(count, first + _SHINGLES_AT_ONCE)
@@ -113,7 +113,7 @@ def _load_library() -> Any:
     return RMinHash
 
 
-def duplicates(hashes: U64) -> Flags:
+def find_duplicates(hashes: U64) -> Flags:
     """Return a flag for each document whose hash is that of an earlier one, shape [documents]."""
     _, first = np.unique(hashes, return_index=True)
     flags = np.ones(len(hashes), bool)
@@ -121,7 +121,7 @@ def duplicates(hashes: U64) -> Flags:
     return flags
 
 
-def near_duplicates(found: Signatures, similarity: float) -> Flags:
+def find_near_duplicates(found: Signatures, similarity: float) -> Flags:
     """Return a flag for each document that is similar to an earlier, unflagged one, shape
     [documents].
 

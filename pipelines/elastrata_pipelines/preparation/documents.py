@@ -11,9 +11,9 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.hashing import combine_one, mix_one, text_hash, uniform_one, utf8_size
 from elastrata_pipelines.preparation.config import SourceConfig
 from elastrata_pipelines.preparation.not_text import is_binary
-from elastrata_pipelines.preparation.pieces import Piece, too_long
+from elastrata_pipelines.preparation.pieces import Piece, describe_too_long
 from elastrata_pipelines.preparation.portions import Portion
-from elastrata_pipelines.preparation.tables import encodes, text_of_line
+from elastrata_pipelines.preparation.tables import is_encodable, text_of_line
 
 _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 _LEADING_BLANK_LINES = re.compile(r"(?:[ \t\r]*\n)+")
@@ -57,7 +57,7 @@ def read_documents(portion: Portion, config: SourceConfig, *, max_document_bytes
         for line, text in _texts(piece, config, problems):
             # A character takes at most 4 bytes, so short texts need not be measured.
             if len(text) * 4 > max_document_bytes and utf8_size(text) > max_document_bytes:
-                fatal.append(too_long(piece.file, line, max_document_bytes))
+                fatal.append(describe_too_long(piece.file, line, max_document_bytes))
             elif is_binary(text):
                 problems.append(
                     f"{piece.file.shown}:{line + 1}: control characters: binary data, not text"
@@ -130,7 +130,7 @@ def _decodable_texts(
     searched = 0
     for line, document in _split_documents(text, piece.first, config):
         # Surrogates mark the bytes that are not UTF-8.
-        if encodes(document):
+        if is_encodable(document):
             yield line, document
         else:
             raw = document.encode(errors="surrogateescape")
@@ -174,7 +174,7 @@ def _split_at_starts(text: str, line: int, starts: re.Pattern[str]) -> Iterator[
     yield first, "\n".join(lines).strip("\r\n")
 
 
-def held_out_draw(document: Document) -> float:
+def draw_held_out(document: Document) -> float:
     """Return a number from 0 to 1 that depends on a document's text only.
 
     A document is held out if the number is below the held-out fraction.
@@ -183,7 +183,7 @@ def held_out_draw(document: Document) -> float:
     return uniform_one(mix_one(text_hash(document.text.strip()) ^ _HELD_OUT_SALT))
 
 
-def copies(document: Document, weight: float) -> int:
+def count_copies(document: Document, weight: float) -> int:
     """Return the number of copies of a document: `weight`, rounded up for a share of the
     documents."""
     whole = int(weight)

@@ -20,7 +20,7 @@ import numpy as np
 
 from elastrata_pipelines.preparation.packing import ranges
 from elastrata_pipelines.preparation.samples import Ints, Tokens
-from elastrata_pipelines.preparation.tokenizer import parse_tokenizer, refusal
+from elastrata_pipelines.preparation.tokenizer import make_user_error, parse_tokenizer
 
 # A tokenizer needs many times the memory of a text.
 MAX_CHARACTERS = 2**20
@@ -50,7 +50,7 @@ _PLACES = tuple(
 """Patterns of word ends, best first; matched characters are left out."""
 
 
-def parts(text: str, same: Same, most: int = 0) -> Iterator[tuple[str, bool]]:
+def split_text(text: str, same: Same, most: int = 0) -> Iterator[tuple[str, bool]]:
     """Yield a text in parts of at most `most` characters, and whether each ends at an accepted
     place.
 
@@ -120,13 +120,13 @@ class Encoder(Protocol):
 
     name: str
 
-    def __call__(self, texts: Sequence[str]) -> Encoded:
+    def __call__(self, texts: Sequence[str]) -> EncodedTexts:
         """Return the ids of all texts, without special tokens around them."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
+class EncodedTexts:
     """Token ids of several texts."""
 
     tokens: Tokens
@@ -136,16 +136,16 @@ class Encoded:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Encoded)
+            isinstance(other, EncodedTexts)
             and np.array_equal(self.lengths, other.lengths)
             and np.array_equal(self.tokens, other.tokens)
         )
 
 
-def _concatenate(lists: Sequence[list[int]]) -> Encoded:
+def _concatenate(lists: Sequence[list[int]]) -> EncodedTexts:
     lengths = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
     flat = itertools.chain.from_iterable(lists)
-    return Encoded(np.fromiter(flat, dtype=np.uint32, count=int(lengths.sum())), lengths)
+    return EncodedTexts(np.fromiter(flat, dtype=np.uint32, count=int(lengths.sum())), lengths)
 
 
 class ExactEncoder:
@@ -156,7 +156,7 @@ class ExactEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def __call__(self, texts: Sequence[str]) -> Encoded:
+    def __call__(self, texts: Sequence[str]) -> EncodedTexts:
         """Return the ids of all texts.
 
         Raises:
@@ -165,7 +165,7 @@ class ExactEncoder:
         try:
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except BaseException as error:
-            raise refusal(error, "gives no ids for a text") from None
+            raise make_user_error(error, "gives no ids for a text") from None
         return _concatenate([encoding.ids for encoding in encoded])
 
 
@@ -183,10 +183,10 @@ class TiktokenEncoder:
         )
         self._ids = np.array(ids_by_rank, dtype=np.uint32)
 
-    def __call__(self, texts: Sequence[str]) -> Encoded:
+    def __call__(self, texts: Sequence[str]) -> EncodedTexts:
         """Return the ids of all texts."""
         ranks = _concatenate([self._encoding.encode_ordinary(text) for text in texts])
-        return Encoded(self._ids[ranks.tokens], ranks.lengths)
+        return EncodedTexts(self._ids[ranks.tokens], ranks.lengths)
 
 
 class _Numbers(dict[str, int]):
@@ -215,10 +215,10 @@ class WordCacheEncoder:
 
     def _clear_cache(self) -> None:
         self._numbers = _Numbers()
-        self._words = Encoded(np.empty(0, np.uint32), np.empty(0, np.int64))
+        self._words = EncodedTexts(np.empty(0, np.uint32), np.empty(0, np.int64))
         self._starts = np.empty(0, np.int64)
 
-    def __call__(self, texts: Sequence[str]) -> Encoded:
+    def __call__(self, texts: Sequence[str]) -> EncodedTexts:
         """Return the ids of all texts."""
         if len(self._numbers) > _CACHED_WORDS or self._numbers.characters > _CACHED_CHARACTERS:
             self._clear_cache()
@@ -227,7 +227,7 @@ class WordCacheEncoder:
         counts = [int(self._words.lengths[inside].sum()) for inside in numbers]
         words = np.concatenate([np.empty(0, np.int64), *numbers])
         places = ranges(self._starts[words], self._words.lengths[words])
-        return Encoded(self._words.tokens[places], np.array(counts, dtype=np.int64))
+        return EncodedTexts(self._words.tokens[places], np.array(counts, dtype=np.int64))
 
     def _number_words(self, text: str) -> Ints:
         parts = self._parts.findall(text)
@@ -240,7 +240,7 @@ class WordCacheEncoder:
             return
         encoded = self._exact(new)
         lengths = np.concatenate([self._words.lengths, encoded.lengths])
-        self._words = Encoded(np.concatenate([self._words.tokens, encoded.tokens]), lengths)
+        self._words = EncodedTexts(np.concatenate([self._words.tokens, encoded.tokens]), lengths)
         self._starts = np.cumsum(lengths) - lengths
 
 
@@ -271,7 +271,7 @@ class CheckedEncoder:
     def _parts(self, texts: Sequence[str], owners: list[int]) -> Iterator[str]:
         """Yield the parts of all texts, and append the number of each part's text to `owners`."""
         for number, text in enumerate(texts):
-            for part, _ in parts(text, self._same):
+            for part, _ in split_text(text, self._same):
                 owners.append(number)
                 yield part
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, field_validator, model_validator
 
 from elastrata_pipelines.configured_text import ConfigPart
-from elastrata_pipelines.errors import UserError, in_one_line, nearest
+from elastrata_pipelines.errors import UserError, escape_unprintable, suggest_nearest
 
 ENTRY_POINTS = "elastrata.filters"
 """Entry point group of functions that take a text and return whether it is kept."""
@@ -80,7 +80,7 @@ def _check_expression(source: str) -> None:
     known_names = {"text", *_OFFERED, *own_names}
     for node in names:
         if node.id not in known_names:
-            raise ValueError(f"unknown name {node.id!r}{nearest(node.id, known_names)}")
+            raise ValueError(f"unknown name {node.id!r}{suggest_nearest(node.id, known_names)}")
     for inside in ast.walk(tree):
         # Attributes such as `__class__` lead out of the restricted namespace.
         if isinstance(inside, ast.Attribute) and inside.attr.startswith("_"):
@@ -124,7 +124,7 @@ class Filters:
                     return Verdict(reason=reason)
             # Filters are user code.
             except Exception as error:
-                message = in_one_line(f"{type(error).__name__}: {error}")
+                message = escape_unprintable(f"{type(error).__name__}: {error}")
                 return Verdict(reason="filter failed", problem=f"filters.{number}: {message}")
         return None
 
@@ -178,7 +178,7 @@ def _load_function(number: int, name: str) -> Callable[[str], Any]:
         installed = ", ".join(sorted(found)) or "none is"
         raise UserError(
             f"{key}: no installed package has such an entry point in {ENTRY_POINTS}; installed: "
-            f"{installed}{nearest(name, found)}"
+            f"{installed}{suggest_nearest(name, found)}"
         )
     try:
         function = found[name].load()

@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 import fsspec
 
-from elastrata_pipelines.checked_json import reason
-from elastrata_pipelines.errors import in_one_line
+from elastrata_pipelines.checked_json import describe_error
+from elastrata_pipelines.errors import escape_unprintable
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -62,7 +62,7 @@ def utf8_name(path: str) -> str:
     return os.fsencode(path).decode(errors="surrogateescape")
 
 
-def named_here(path: str) -> str:
+def to_local_name(path: str) -> str:
     """Return the path in this machine's encoding of file names, if it cannot encode the text."""
     try:
         os.fsencode(path)
@@ -111,13 +111,13 @@ def _add_file(found: LocalFiles, path: str, status: os.stat_result) -> None:
     if stat.S_ISREG(status.st_mode):
         found.sizes[path] = status.st_size
     elif not stat.S_ISDIR(status.st_mode):
-        found.others.append(f"{in_one_line(path)}: {_kind(status)}, expected a file")
+        found.others.append(f"{escape_unprintable(path)}: {_kind(status)}, expected a file")
 
 
 def _add_error(found: LocalFiles, path: str, error: OSError) -> None:
     broken = isinstance(error, FileNotFoundError) and os.path.lexists(path)
-    why = "a link to something that is not there" if broken else reason(error)
-    found.others.append(f"{in_one_line(path)}: {why}")
+    why = "a link to something that is not there" if broken else describe_error(error)
+    found.others.append(f"{escape_unprintable(path)}: {why}")
 
 
 class _Walk:

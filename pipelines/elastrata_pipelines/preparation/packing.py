@@ -61,7 +61,7 @@ class _Fragments:
     ends: Ints
 
 
-def cut(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) -> Samples:
+def split_documents(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) -> Samples:
     """Pack as `none`: divide every document by itself into samples of `seq_len` tokens, frame
     included."""
     fragments, tokens = _fragments(texts, frame, seq_len, min_tokens)

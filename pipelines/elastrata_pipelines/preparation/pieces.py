@@ -62,7 +62,7 @@ class DocumentTooLongError(Exception):
     """A document exceeds the limit; the message is the line about the problem."""
 
 
-def too_long(file: SourceFile, line: int, max_document_bytes: int) -> str:
+def describe_too_long(file: SourceFile, line: int, max_document_bytes: int) -> str:
     """Return the message for an overlong document that begins in `line` (from 0)."""
     place = f"row {line}" if file.kind == "parquet" else f"line {line + 1}"
     return (
@@ -73,7 +73,7 @@ def too_long(file: SourceFile, line: int, max_document_bytes: int) -> str:
 
 
 @contextmanager
-def uncompressed(stored: Any, compression: str | None) -> Iterator[BinaryIO]:
+def open_uncompressed(stored: Any, compression: str | None) -> Iterator[BinaryIO]:
     """Yield a stream of the uncompressed content of `stored`."""
     if compression == "gzip":
         with gzip.open(stored, "rb") as stream:
@@ -172,7 +172,7 @@ def text_pieces(
             return
         refuse_bomb(file, offset + len(buffer))
         if len(buffer) > max_document_bytes:
-            raise DocumentTooLongError(too_long(file, line, max_document_bytes))
+            raise DocumentTooLongError(describe_too_long(file, line, max_document_bytes))
 
 
 def _bytes_to_read(file: SourceFile, offset: int, buffered: int, least: int) -> int:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from elastrata_pipelines.checked_json import reason
-from elastrata_pipelines.errors import in_one_line
-from elastrata_pipelines.preparation.archives import FileReader, Refused, names_archive
+from elastrata_pipelines.checked_json import describe_error
+from elastrata_pipelines.errors import escape_unprintable
+from elastrata_pipelines.preparation.archives import FileReader, RefusedMember, has_archive_name
 from elastrata_pipelines.preparation.config import PrepareConfig, SourceConfig
 from elastrata_pipelines.preparation.pieces import DocumentTooLongError, Piece
 from elastrata_pipelines.preparation.sources import SourceFile
@@ -88,8 +88,10 @@ def read_portions(
             refused: set[str] = set()
             # These files can be damaged in the middle. They are read twice, because their first
             # documents are passed on before the end is reached.
-            if skip and (file.compression or file.kind == "parquet" or names_archive(file)):
-                refused = {one.name for one in reader.pieces(file) if isinstance(one, Refused)}
+            if skip and (file.compression or file.kind == "parquet" or has_archive_name(file)):
+                refused = {
+                    one.name for one in reader.pieces(file) if isinstance(one, RefusedMember)
+                }
             for piece in replace(reader, refused=refused).pieces(file):
                 begun = True
                 if isinstance(piece, Piece):
@@ -109,7 +111,9 @@ def read_portions(
             if skip and not begun:
                 left_out += 1
             else:
-                problems.append(f"{file.shown}: cannot be read ({in_one_line(reason(error))})")
+                problems.append(
+                    f"{file.shown}: cannot be read ({escape_unprintable(describe_error(error))})"
+                )
     if pieces or problems or left_out:
         yield Portion(tuple(pieces), tuple(problems), left_out)
 

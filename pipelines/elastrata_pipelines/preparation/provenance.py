@@ -13,7 +13,7 @@ from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.storage import Storage
 
 if TYPE_CHECKING:
-    from elastrata_pipelines.preparation.work import Tokenized, TrainingText
+    from elastrata_pipelines.preparation.work import TokenizedPortion, TrainingText
 
 
 PROVENANCE = "preparation.json"
@@ -131,7 +131,7 @@ def _reason(problem: str) -> str:
     return OTHER
 
 
-def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Return the sum of counts by reason, most frequent first."""
     summed: Counter[str] = Counter()
     for count in counts:
@@ -139,13 +139,13 @@ def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(sorted(summed.items(), key=lambda item: (-item[1], item[0])))
 
 
-def in_words(counts: Mapping[str, int]) -> str:
+def format_counts(counts: Mapping[str, int]) -> str:
     """Return counts by reason as text."""
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
 
 
-def barren_sources(
-    config: PrepareConfig, results: Sequence[Tokenized | TrainingText]
+def find_empty_sources(
+    config: PrepareConfig, results: Sequence[TokenizedPortion | TrainingText]
 ) -> Iterator[str]:
     """Yield one line for each source whose portions are all empty."""
     for number, source in enumerate(config.all_sources):
@@ -155,9 +155,9 @@ def barren_sources(
         of_training = number < len(config.sources)
         key = f"sources.{number}" if of_training else f"held_out.{number - len(config.sources)}"
         documents = sum(sum(portion.documents) for portion in portions)
-        skipped = total(portion.skipped for portion in portions)
+        skipped = sum_counts(portion.skipped for portion in portions)
         counts = [f"{documents:,} documents"]
-        counts += [f"skipped {in_words(skipped)}"] if skipped else []
+        counts += [f"skipped {format_counts(skipped)}"] if skipped else []
         if documents:
             counts.append(f"no sample of at least min_tokens ({config.min_tokens}) tokens")
         if documents and source.weight < 1:

@@ -21,15 +21,15 @@ from elastrata_pipelines.preparation.deduplication import (
     NEAR_DUPLICATE,
     DeduplicationConfig,
     Signatures,
-    duplicates,
-    near_duplicates,
-    normalised_hash,
-    signatures,
+    compute_signatures,
+    find_duplicates,
+    find_near_duplicates,
+    hash_text,
 )
-from elastrata_pipelines.preparation.documents import Document, held_out_draw, read_documents
+from elastrata_pipelines.preparation.documents import Document, draw_held_out, read_documents
 from elastrata_pipelines.preparation.filters import FilterConfig, Filters
 from elastrata_pipelines.preparation.portions import NumberedPortion, Place, Repeats
-from elastrata_pipelines.preparation.provenance import UNREADABLE, count_reasons, total
+from elastrata_pipelines.preparation.provenance import UNREADABLE, count_reasons, sum_counts
 
 TRAINING, HELD_OUT = 0, 1
 _REASONS = ("", DUPLICATE, NEAR_DUPLICATE)
@@ -37,7 +37,7 @@ _REASONS = ("", DUPLICATE, NEAR_DUPLICATE)
 
 
 @dataclass
-class Passed:
+class FilteredDocuments:
     """Documents of a portion that pass the filters."""
 
     documents: list[Document] = field(default_factory=list)
@@ -47,7 +47,9 @@ class Passed:
     """One line for each document on which a filter failed."""
 
 
-def passed(config: PrepareConfig, source: str, documents: Sequence[Document]) -> Passed:
+def filter_documents(
+    config: PrepareConfig, source: str, documents: Sequence[Document]
+) -> FilteredDocuments:
     """Apply the filters to documents.
 
     Args:
@@ -55,7 +57,7 @@ def passed(config: PrepareConfig, source: str, documents: Sequence[Document]) ->
         source: name of the documents' source.
         documents: documents of a portion.
     """
-    apply_filters, result = _make_filters(config.filters, source), Passed()
+    apply_filters, result = _make_filters(config.filters, source), FilteredDocuments()
     for document in documents:
         verdict = apply_filters(document.text)
         if verdict is None:
@@ -74,29 +76,33 @@ def _make_filters(configs: tuple[FilterConfig, ...], source: str) -> Filters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prints:
+class DocumentFingerprints:
     """Hashes and signatures that identify the documents of a portion."""
 
     hashes: U64
     """Hashes of the normalised texts, shape [documents]."""
-    signatures: Signatures | None
+    compute_signatures: Signatures | None
     """Signatures for near duplicates, shape [documents, permutations]; None if these are kept."""
 
 
-def prints(config: DeduplicationConfig, documents: Sequence[Document]) -> Prints:
+def compute_fingerprints(
+    config: DeduplicationConfig, documents: Sequence[Document]
+) -> DocumentFingerprints:
     """Return the hashes and signatures of documents that passed the filters.
 
     Raises:
         UserError: the library for near duplicates is not installed.
     """
     texts = [document.text for document in documents]
-    return Prints(
-        hashes=np.fromiter(map(normalised_hash, texts), np.uint64, len(texts)),
-        signatures=signatures(texts, config.words) if config.method == "near" else None,
+    return DocumentFingerprints(
+        hashes=np.fromiter(map(hash_text, texts), np.uint64, len(texts)),
+        signatures=compute_signatures(texts, config.words) if config.method == "near" else None,
     )
 
 
-def repeats(config: DeduplicationConfig, found: Mapping[Place, Prints]) -> dict[Place, Repeats]:
+def mark_repeats(
+    config: DeduplicationConfig, found: Mapping[Place, DocumentFingerprints]
+) -> dict[Place, Repeats]:
     """Return the marks of repeated documents for each portion.
 
     Args:
@@ -106,18 +112,18 @@ def repeats(config: DeduplicationConfig, found: Mapping[Place, Prints]) -> dict[
     parts = list(found.values())
     if not parts:
         return {}
-    marks = duplicates(np.concatenate([part.hashes for part in parts])).astype(np.uint8)
+    marks = find_duplicates(np.concatenate([part.hashes for part in parts])).astype(np.uint8)
     sketches = [part.signatures for part in parts if part.signatures is not None]
     if sketches:
         left = np.flatnonzero(marks == 0)
         # Exact duplicates are found already, and near ones are compared with kept documents only.
-        near = near_duplicates(np.concatenate(sketches)[left], config.similarity)
+        near = find_near_duplicates(np.concatenate(sketches)[left], config.similarity)
         marks[left[near]] = _REASONS.index(NEAR_DUPLICATE)
     ends = np.cumsum([len(part.hashes) for part in parts])[:-1]
     return dict(zip(found, np.split(marks, ends), strict=True))
 
 
-def without_repeats(
+def remove_repeats(
     documents: Sequence[Document], marks: Repeats
 ) -> tuple[list[Document], Counter[str]]:
     """Return the documents that are kept, and the number of others by reason.
@@ -142,11 +148,11 @@ class Split:
     skipped: dict[str, int]
     """Skipped documents, by reason."""
     least_draw: float
-    """Smallest `held_out_draw` of the training documents; 1 without training documents."""
+    """Smallest `draw_held_out` of the training documents; 1 without training documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Screened:
+class ScreenedDocuments:
     """Documents of a portion that are kept."""
 
     documents: list[Document]
@@ -156,31 +162,33 @@ class Screened:
     """Skipped documents, by reason."""
 
 
-def screened(config: PrepareConfig, numbered: NumberedPortion) -> Screened:
+def screen_portion(config: PrepareConfig, numbered: NumberedPortion) -> ScreenedDocuments:
     """Read a portion, and select the documents that are kept."""
     source = config.all_sources[numbered.source]
     read = read_documents(numbered.portion, source, max_document_bytes=config.max_document_bytes)
-    found = passed(config, str(source.name), read.documents)
+    found = filter_documents(config, str(source.name), read.documents)
     documents, left_out = found.documents, found.left_out
     if numbered.repeats is not None:
-        documents, repeated = without_repeats(documents, numbered.repeats)
+        documents, repeated = remove_repeats(documents, numbered.repeats)
         left_out += repeated
     bad = [*read.problems, *found.problems]
     if config.bad_documents == "fail":
-        return Screened(documents=documents, problems=(*read.fatal, *bad), skipped=dict(left_out))
+        return ScreenedDocuments(
+            documents=documents, problems=(*read.fatal, *bad), skipped=dict(left_out)
+        )
     files = {UNREADABLE: count} if (count := numbered.portion.left_out) else {}
     # Files are counted apart from their documents, which are unknown.
-    skipped = total([count_reasons(bad), files, left_out])
-    return Screened(documents=documents, problems=read.fatal, skipped=skipped)
+    skipped = sum_counts([count_reasons(bad), files, left_out])
+    return ScreenedDocuments(documents=documents, problems=read.fatal, skipped=skipped)
 
 
-def split(config: PrepareConfig, numbered: NumberedPortion) -> Split:
+def split_portion(config: PrepareConfig, numbered: NumberedPortion) -> Split:
     """Read a portion, select documents, and divide them into training and held-out ones."""
-    kept_part = screened(config, numbered)
+    kept_part = screen_portion(config, numbered)
     parts: tuple[list[Document], list[Document]] = ([], [])
     fraction, least = config.held_out_fraction, 1.0
     for document in kept_part.documents:
-        draw = held_out_draw(document) if fraction else 1.0
+        draw = draw_held_out(document) if fraction else 1.0
         # Sources after the training ones are held out completely.
         is_held_out = draw < fraction or numbered.source >= len(config.sources)
         parts[HELD_OUT if is_held_out else TRAINING].append(document)
@@ -194,28 +202,28 @@ def split(config: PrepareConfig, numbered: NumberedPortion) -> Split:
 
 
 @dataclass(frozen=True)
-class Printed:
+class FingerprintedPortion:
     """Hashes and signatures of a portion's documents, with its place in the corpus."""
 
     place: Place
     bytes: int
-    prints: Prints
+    compute_fingerprints: DocumentFingerprints
     problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class PrintWork:
+class FingerprintWork:
     """Task that computes the hashes and signatures of a portion's documents."""
 
     config: PrepareConfig
     deduplication: DeduplicationConfig
 
-    def __call__(self, numbered: NumberedPortion) -> Printed:
+    def __call__(self, numbered: NumberedPortion) -> FingerprintedPortion:
         """Return the hashes and signatures of the documents that pass the filters."""
-        kept_part = screened(self.config, numbered)
-        return Printed(
+        kept_part = screen_portion(self.config, numbered)
+        return FingerprintedPortion(
             place=numbered.place,
             bytes=numbered.portion.bytes,
-            prints=prints(self.deduplication, kept_part.documents),
+            prints=compute_fingerprints(self.deduplication, kept_part.documents),
             problems=kept_part.problems,
         )

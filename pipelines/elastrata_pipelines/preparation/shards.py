@@ -123,7 +123,7 @@ def plan_shards(
     sizes = np.concatenate([run.sizes for run in runs]).astype(np.int32)
     offsets = np.concatenate([np.cumsum(run.sizes) - run.sizes for run in runs])
     numbers = np.repeat(np.arange(len(runs), dtype=np.int32), [len(run.ids) for run in runs])
-    order = stored_order(shuffle_keys(seed, ids), lengths, stripe_size)
+    order = compute_stored_order(shuffle_keys(seed, ids), lengths, stripe_size)
     shards = []
     size = stripe_size * stripes_per_shard
     for number, first in enumerate(range(0, len(order), size)):
@@ -186,7 +186,7 @@ class WriteShard:
             )
 
 
-def strata(lengths: npt.ArrayLike) -> Ints:
+def assign_strata(lengths: npt.ArrayLike) -> Ints:
     """Return the stratum of each sample, shape [N], of at most `MAX_STRATA` strata.
 
     Samples of equal length share a stratum. Apart from that, strata have about equal sizes.
@@ -197,7 +197,7 @@ def strata(lengths: npt.ArrayLike) -> Ints:
     return np.asarray(band[np.asarray(lengths)], dtype=np.int64)
 
 
-def stored_order(keys: U64, lengths: npt.ArrayLike, stripe_size: int) -> Ints:
+def compute_stored_order(keys: U64, lengths: npt.ArrayLike, stripe_size: int) -> Ints:
     """Return the indices of the samples in stored order, stripe after stripe, shape [N].
 
     A stripe of m of the N samples contains n m / N samples of a stratum with n samples, with an
@@ -211,7 +211,7 @@ def stored_order(keys: U64, lengths: npt.ArrayLike, stripe_size: int) -> Ints:
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     shuffled = np.argsort(keys, kind="stable")
-    stratum = strata(lengths[shuffled])
+    stratum = assign_strata(lengths[shuffled])
     grouped = np.argsort(stratum, kind="stable")
     sizes = np.bincount(stratum)
     firsts = np.cumsum(sizes) - sizes

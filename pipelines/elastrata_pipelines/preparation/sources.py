@@ -14,13 +14,13 @@ from typing import Literal
 
 from fsspec.core import url_to_fs
 
-from elastrata_pipelines.checked_json import reason
-from elastrata_pipelines.errors import in_one_line
+from elastrata_pipelines.checked_json import describe_error
+from elastrata_pipelines.errors import escape_unprintable
 from elastrata_pipelines.preparation.config import SourceConfig
 from elastrata_pipelines.preparation.local_files import (
     find_local,
-    named_here,
     open_regular,
+    to_local_name,
     utf8_name,
 )
 from elastrata_pipelines.storage import is_local
@@ -59,11 +59,11 @@ class SourceFile:
     @property
     def shown(self) -> str:
         """URL of the file in printable form."""
-        return in_one_line(self.url)
+        return escape_unprintable(self.url)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFiles:
     """Files to which the paths of a source resolve."""
 
     files: list[SourceFile]
@@ -74,7 +74,7 @@ class Found:
     """One line for each entry of a folder, or match of a glob, that cannot be read as a file."""
 
 
-def find_files(number: int, config: SourceConfig) -> Found:
+def find_files(number: int, config: SourceConfig) -> FoundFiles:
     """Return the files of a source. Empty files are left out if other files remain."""
     entries: dict[str, _Entry] = {}
     problems: list[str] = []
@@ -85,22 +85,27 @@ def find_files(number: int, config: SourceConfig) -> Found:
             found, other_entries = _expand(path)
         # Every store raises errors of other classes.
         except Exception as error:
-            problems.append(f"{in_one_line(path)}: cannot be read ({in_one_line(reason(error))})")
+            problems.append(
+                f"{escape_unprintable(path)}: cannot be read "
+                f"({escape_unprintable(describe_error(error))})"
+            )
             continue
         others |= dict.fromkeys(other_entries)
         filled = [entry for entry in found if entry.bytes]
         if not found:
-            problems.append(f"{in_one_line(path)}: no such file or folder, or nothing in it")
+            problems.append(f"{escape_unprintable(path)}: no such file or folder, or nothing in it")
         elif not filled and found[0].is_itself:
-            empty.append(f"{in_one_line(found[0].url)}: the file is empty")
+            empty.append(f"{escape_unprintable(found[0].url)}: the file is empty")
         elif not filled:
-            problems.append(f"{in_one_line(path)}: all {len(found)} files in it are empty")
+            problems.append(f"{escape_unprintable(path)}: all {len(found)} files in it are empty")
         for entry in filled:
             # Paths may overlap; each file counts once.
             entries.setdefault(entry.url, entry)
     if not entries:
         problems += empty
-    return Found(_make_source_files(number, config, list(entries.values())), problems, list(others))
+    return FoundFiles(
+        _make_source_files(number, config, list(entries.values())), problems, list(others)
+    )
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def _expand(path: str) -> tuple[list[_Entry], list[str]]:
     entries."""
     if not is_local(path):
         return list(_expand_url(path)), []
-    plain = named_here(path.removeprefix("file://").removeprefix("local://"))
+    plain = to_local_name(path.removeprefix("file://").removeprefix("local://"))
     root = str(Path(plain).expanduser().absolute())
     found = find_local(root)
     entries = [

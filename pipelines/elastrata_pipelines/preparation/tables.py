@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastrata_pipelines.errors import UserError, in_one_line
+from elastrata_pipelines.errors import UserError, escape_unprintable
 from elastrata_pipelines.preparation.config import SourceConfig
 from elastrata_pipelines.preparation.pieces import Piece
 from elastrata_pipelines.preparation.sources import SourceFile
@@ -35,7 +35,7 @@ def text_of_line(raw: bytes, field: str) -> str:
     if not isinstance(text, str):
         raise UserError(f"field {field!r} is {type(text).__name__}, not text")
     # Only an escape can produce half of a surrogate pair: the line itself is valid UTF-8.
-    if b"\\u" in raw and not encodes(text):
+    if b"\\u" in raw and not is_encodable(text):
         raise UserError(f"field {field!r} holds half of a surrogate pair")
     # The cheap test avoids parsing nearly all lines a second time.
     if raw.count(f'"{field}"'.encode()) > 1 and _count_field(raw, field) > 1:
@@ -43,7 +43,7 @@ def text_of_line(raw: bytes, field: str) -> str:
     return text
 
 
-def encodes(text: str) -> bool:
+def is_encodable(text: str) -> bool:
     """Return whether a text can be encoded as UTF-8, which half of a surrogate pair cannot."""
     try:
         text.encode()
@@ -66,7 +66,7 @@ def _parse(raw: bytes) -> Any:
 
 
 def _list_names(row: dict[str, Any]) -> str:
-    names = [in_one_line(name[:_SHOWN_CHARACTERS]) for name in list(row)[:_SHOWN_FIELDS]]
+    names = [escape_unprintable(name[:_SHOWN_CHARACTERS]) for name in list(row)[:_SHOWN_FIELDS]]
     return ", ".join(names + ["..."] * (len(row) > _SHOWN_FIELDS)) or "none"
 
 
@@ -110,7 +110,7 @@ def parquet_pieces(
 def _check_column(schema: pa.Schema, name: str) -> None:
     count = schema.names.count(name)
     if count != 1:
-        some = ", ".join(map(in_one_line, schema.names[:_SHOWN_COLUMNS]))
+        some = ", ".join(map(escape_unprintable, schema.names[:_SHOWN_COLUMNS]))
         more = ", ..." if len(schema.names) > _SHOWN_COLUMNS else ""
         found = f"{count} columns are named {name!r}" if count else f"no column {name!r}"
         raise OSError(f"{found} ({NAMED_BY}); it has {some}{more}")

@@ -11,10 +11,10 @@ from elastrata_pipelines.checked_json import Record, read_record
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import HELD_OUT, file_problems, read_held_out
 from elastrata_pipelines.format.manifest import (
-    AGAIN,
     BUILDING,
     LENGTHS,
     MANIFEST,
+    PREPARE_AGAIN_ADVICE,
     SHARDS,
     TOKENIZER_DIR,
     Manifest,
@@ -51,7 +51,7 @@ def keep_tokenizer(storage: Storage, fingerprint: str, tokenizer: TokenizerFiles
     storage.write(record.model_dump_json().encode(), KEPT_TOKENIZER)
 
 
-def kept_tokenizer(storage: Storage, fingerprint: str) -> TokenizerFiles | None:
+def load_kept_tokenizer(storage: Storage, fingerprint: str) -> TokenizerFiles | None:
     """Return the tokenizer that an interrupted preparation of the same text and settings left.
 
     Return None if it does not exist or is damaged.
@@ -68,7 +68,7 @@ def kept_tokenizer(storage: Storage, fingerprint: str) -> TokenizerFiles | None:
 _OURS = (KEPT_TOKENIZER, MANIFEST, PROVENANCE, LENGTHS, TOKENIZER_DIR, SHARDS, HELD_OUT, BUILDING)
 _TEMPORARY = re.compile(r"\.[0-9a-f]{8}\.tmp$")
 """Ending of the files that remain if a process is killed while writing."""
-_AGAIN = f"bring it back, or {AGAIN}"
+_AGAIN = f"bring it back, or {PREPARE_AGAIN_ADVICE}"
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,14 @@ class Target:
         Raises:
             UserError: the folder cannot be written.
         """
-        with self.storage.without_leftovers(), self._lock():
+        with self.storage.removing_empty_folders(), self._lock():
             yield from self._build_folder()
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
         with contextlib.ExitStack() as lock:
             try:
-                is_alone = lock.enter_context(self.storage.exclusive())
+                is_alone = lock.enter_context(self.storage.hold_lock())
             except OSError as error:
                 raise UserError(f"{self.storage.uri()}: cannot be written ({error})") from None
             if not is_alone:

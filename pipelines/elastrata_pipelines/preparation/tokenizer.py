@@ -135,7 +135,7 @@ class TokenizerFiles:
         try:
             framed = self._parsed.post_process(*map(marked.encode, words))
         except BaseException as error:
-            raise refusal(error, "frames no text") from None
+            raise make_user_error(error, "frames no text") from None
         if [token for token in framed.ids if token in markers] != list(markers):
             what = "the text once" if texts == 1 else "the first text once, then the second once"
             raise UserError(f"tokenizer: its template gives {framed.tokens}: expected {what} in it")
@@ -151,7 +151,7 @@ class TokenizerFiles:
         try:
             ids: list[int] = self._parsed.encode(text, add_special_tokens=False).ids
         except BaseException as error:
-            raise refusal(error, "gives no ids for a text") from None
+            raise make_user_error(error, "gives no ids for a text") from None
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -215,7 +215,7 @@ def switch_off_randomness(tokenizer: Any) -> list[str]:
     return found
 
 
-def refusal(error: BaseException, what: str, where: str = "tokenizer") -> UserError:
+def make_user_error(error: BaseException, what: str, where: str = "tokenizer") -> UserError:
     """Return a one-line error for an exception of `tokenizers`.
 
     Raises:
@@ -256,10 +256,10 @@ def load_tokenizer(name: str) -> TokenizerFiles:
             tokenizer = _load_with_transformers(path)
         # transformers passes on whatever its parsers raise, also panics.
         except BaseException as error:
-            raise refusal(error, f"{name}: cannot be loaded", "tokenizer.load") from None
+            raise make_user_error(error, f"{name}: cannot be loaded", "tokenizer.load") from None
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise UserError(f"tokenizer.load: {name}: has no tokenizer.json; only fast tokenizers work")
-    return as_files(tokenizer)
+    return to_files(tokenizer)
 
 
 def _local_copy(name: str, scratch: str) -> str:
@@ -277,20 +277,20 @@ def _local_copy(name: str, scratch: str) -> str:
 
 def _load_with_transformers(path: str) -> Any:
     if path.endswith(".json") and Path(path).is_file():
-        return wrap(tokenizer_file=path)
+        return wrap_for_transformers(tokenizer_file=path)
     folder = Path(path)
     only_json = (folder / "tokenizer.json").is_file() and not (
         folder / "tokenizer_config.json"
     ).is_file()
     if only_json:
-        return wrap(tokenizer_file=str(folder / "tokenizer.json"))
+        return wrap_for_transformers(tokenizer_file=str(folder / "tokenizer.json"))
     # The import takes seconds.
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)
 
 
-def wrap(**arguments: object) -> Any:
+def wrap_for_transformers(**arguments: object) -> Any:
     """Return a transformers tokenizer for a tokenizer of `tokenizers`, or for its file."""
     from transformers import PreTrainedTokenizerFast
 
@@ -298,7 +298,7 @@ def wrap(**arguments: object) -> Any:
     return make(**arguments)
 
 
-def as_files(tokenizer: Any, **config: object) -> TokenizerFiles:
+def to_files(tokenizer: Any, **config: object) -> TokenizerFiles:
     """Return the files of a transformers tokenizer without truncation, padding, randomness and
     origin.
 

@@ -9,8 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elastrata_pipelines.preparation.config import TokenizerConfig
-from elastrata_pipelines.preparation.encoders import parts
-from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, as_files, wrap
+from elastrata_pipelines.preparation.encoders import split_text
+from elastrata_pipelines.preparation.tokenizer import (
+    TokenizerFiles,
+    to_files,
+    wrap_for_transformers,
+)
 
 _WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _BPE_SPECIAL = ("<|endoftext|>", "<pad>", "<mask>")
@@ -29,14 +33,14 @@ def train_tokenizer(
     return _bpe(texts, config.vocab_size, seq_len)
 
 
-def cut_long_words(texts: Sequence[str], pre_tokenizer: Any) -> list[str]:
+def split_long_words(texts: Sequence[str], pre_tokenizer: Any) -> list[str]:
     """Divide texts such that no pre-token is longer than about 256 characters.
 
     Texts without such runs are kept, and long texts are divided into parts of whole words.
     """
     # Trainers take time quadratic in the length of a pre-token: 300,000 equal letters take minutes.
     # They also process hundreds of texts at once, with a hundred times their memory.
-    short = (part for text in texts for part, _ in parts(text, lambda *_: True, _MAX_TEXT))
+    short = (part for text in texts for part, _ in split_text(text, lambda *_: True, _MAX_TEXT))
     return [part for text in short for part in _divide_long_runs(text, pre_tokenizer)]
 
 
@@ -63,13 +67,13 @@ def _bpe(texts: Sequence[str], vocab_size: int, seq_len: int) -> TokenizerFiles:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(cut_long_words(texts, tokenizer.pre_tokenizer), trainer)
+    tokenizer.train_from_iterator(split_long_words(texts, tokenizer.pre_tokenizer), trainer)
     end, pad, mask = _BPE_SPECIAL
-    fast = wrap(
+    fast = wrap_for_transformers(
         tokenizer_object=tokenizer, bos_token=end, eos_token=end, unk_token=end,
         pad_token=pad, mask_token=mask, model_max_length=seq_len,
     )  # fmt: skip
-    return as_files(fast)
+    return to_files(fast)
 
 
 def _wordpiece(
@@ -78,7 +82,7 @@ def _wordpiece(
     from tokenizers import Tokenizer, decoders, processors
 
     tokenizer = _bert(lowercase)
-    texts = cut_long_words(texts, tokenizer.pre_tokenizer)
+    texts = split_long_words(texts, tokenizer.pre_tokenizer)
     vocab = _wordpiece_vocab(tokenizer, texts, vocab_size)
     description = json.loads(tokenizer.to_str())
     description["model"]["vocab"] = vocab
@@ -92,11 +96,11 @@ def _wordpiece(
         special_tokens=[(token, vocab[token]) for token in ("[CLS]", "[SEP]")],
     )
     pad, unk, cls, sep, mask = _WORDPIECE_SPECIAL
-    fast = wrap(
+    fast = wrap_for_transformers(
         tokenizer_object=tokenizer, pad_token=pad, unk_token=unk, cls_token=cls, sep_token=sep,
         mask_token=mask, model_max_length=seq_len,
     )  # fmt: skip
-    return as_files(fast, tokenizer_class="BertTokenizer", do_lower_case=lowercase)
+    return to_files(fast, tokenizer_class="BertTokenizer", do_lower_case=lowercase)
 
 
 def _bert(lowercase: bool) -> Any:

@@ -12,20 +12,20 @@ from elastrata_pipelines.hashing import combine, combine_one, text_hash, uniform
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.documents import (
     Document,
-    copies,
+    count_copies,
 )
-from elastrata_pipelines.preparation.encoders import CheckedEncoder, make_encoder, parts
+from elastrata_pipelines.preparation.encoders import CheckedEncoder, make_encoder, split_text
 from elastrata_pipelines.preparation.packing import (
     Frame,
     Texts,
-    cut,
     pack_best_fit,
     pack_concat,
+    split_documents,
 )
 from elastrata_pipelines.preparation.pairs import PairFrame, make_pairs, split_sentences
 from elastrata_pipelines.preparation.portions import NumberedPortion
 from elastrata_pipelines.preparation.samples import Samples, concatenate
-from elastrata_pipelines.preparation.screening import HELD_OUT, TRAINING, split
+from elastrata_pipelines.preparation.screening import HELD_OUT, TRAINING, split_portion
 from elastrata_pipelines.preparation.shards import Run, write_run
 from elastrata_pipelines.storage import Storage
 
@@ -34,7 +34,7 @@ _TRAINING_TEXT_CHARACTERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokenized:
+class TokenizedPortion:
     """Results of a tokenised portion that are sent to the driver."""
 
     place: tuple[int, int]
@@ -51,7 +51,7 @@ class Tokenized:
     unknown: tuple[int, int] = (0, 0)
     """Unknown tokens in the training and held-out samples."""
     least_draw: float = 1.0
-    """Smallest `held_out_draw` of the training documents; 1 without training documents."""
+    """Smallest `draw_held_out` of the training documents; 1 without training documents."""
 
     @property
     def is_empty(self) -> bool:
@@ -87,7 +87,7 @@ class ChooseTrainingText:
 
     def __call__(self, numbered: NumberedPortion) -> TrainingText:
         """Return the chosen pieces of the portion's documents, without held-out ones."""
-        found, chosen = split(self.config, numbered), []
+        found, chosen = split_portion(self.config, numbered), []
         documents, held_out = found.documents
         if numbered.source < len(self.config.sources):
             for document in documents:
@@ -114,7 +114,7 @@ def _pieces(text: str) -> Iterator[str]:
     begin = 0
     while begin < len(text):
         end = text.find("\n", begin + _TRAINING_TEXT_CHARACTERS) + 1 or len(text)
-        line_parts = parts(text[begin:end], lambda whole, left, right: True)
+        line_parts = split_text(text[begin:end], lambda whole, left, right: True)
         # Parts that end inside a word are dropped: words of that length would take the trainer
         # hours.
         yield from (part for part, between_words in line_parts if between_words)
@@ -134,9 +134,9 @@ class TokenizeWork:
     runs: Storage
     """Folder in which the runs are written."""
 
-    def __call__(self, numbered: NumberedPortion) -> Tokenized:
+    def __call__(self, numbered: NumberedPortion) -> TokenizedPortion:
         """Write the portion's runs, unless problems end the preparation anyway."""
-        found = split(self.config, numbered)
+        found = split_portion(self.config, numbered)
         num_documents = len(found.documents[TRAINING]), len(found.documents[HELD_OUT])
         encoder = make_encoder(self.tokenizer_json)
         runs: list[Run | None] = []
@@ -154,7 +154,7 @@ class TokenizeWork:
                 )
             runs.append(run)
             names.append(name)
-        return Tokenized(
+        return TokenizedPortion(
             place=numbered.place,
             source=numbered.source,
             bytes=numbered.portion.bytes,
@@ -176,7 +176,7 @@ class TokenizeWork:
         `documents` is emptied.
         """
         ids = np.array([document.id for document in documents], dtype=np.uint64)
-        counts = np.array([copies(document, weight) for document in documents])
+        counts = np.array([count_copies(document, weight) for document in documents])
         make = self._make_sentence_pairs if self.pair_frame else self._make_packed
         texts = [document.text for document in documents]
         # A long text is freed as soon as its ids exist.
@@ -192,7 +192,9 @@ class TokenizeWork:
     def _make_packed(self, texts: list[str], encoder: CheckedEncoder) -> _SampleMaker:
         tokens, lengths, name = encoder.encode(texts, self.token_dtype)
         texts.clear()
-        pack = {"none": cut, "concat": pack_concat, "best_fit": pack_best_fit}[self.config.packing]
+        pack = {"none": split_documents, "concat": pack_concat, "best_fit": pack_best_fit}[
+            self.config.packing
+        ]
 
         def sample(ids: np.ndarray, is_copied: np.ndarray) -> Samples:
             copied = Texts(ids, lengths, tokens).where(is_copied)

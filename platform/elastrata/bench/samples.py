@@ -12,12 +12,12 @@ import numpy as np
 
 from elastrata.recipe.data_sets import DataSpec, data_spec
 from elastrata.recipe.recipe import Recipe
-from elastrata.recipe.rules import fixed_tokens
-from elastrata.trainer.preflight import training_data
-from elastrata_pipelines.balance import drawn_batches
+from elastrata.recipe.rules import require_fixed_tokens
+from elastrata.trainer.preflight import find_training_data
+from elastrata_pipelines.balance import draw_batches
 from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Start
 from elastrata_pipelines.deal import Ints, WorkModel
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.rows import Rows
@@ -65,7 +65,7 @@ def read_histogram(path: str) -> tuple[int, ...]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        hint = nearest(path, (DATA, FULL))
+        hint = suggest_nearest(path, (DATA, FULL))
         raise UserError(
             f"{where}: expected data, full or a JSON file{hint} ({error.strerror})"
         ) from None
@@ -163,7 +163,7 @@ def bench_samples(recipe: Recipe, wanted: str | None, *, steps: int) -> Samples:
     Raises:
         UserError: the lengths, the data set and the recipe do not match; one line for each reason.
     """
-    tokens = fixed_tokens(recipe, "a measurement")
+    tokens = require_fixed_tokens(recipe, "a measurement")
     spec = data_spec(recipe)
     lengths = choose_lengths(wanted, seq_len=spec.seq_len, prepared=spec.prepared)
     if lengths.histogram is None:
@@ -189,7 +189,7 @@ def bench_samples(recipe: Recipe, wanted: str | None, *, steps: int) -> Samples:
 
 
 def _load_samples(recipe: Recipe, steps: int) -> Samples:
-    batches = training_data(recipe).train
+    batches = find_training_data(recipe).train
     return Samples(
         lengths=DATA,
         vocabulary=batches.manifest.vocabulary,
@@ -233,7 +233,7 @@ class RandomSteps:
 
     def __iter__(self) -> Iterator[RankStep]:
         rng = np.random.default_rng(self.seed)
-        batches = drawn_batches(
+        batches = draw_batches(
             self.histogram, batch_size=self.batch_size, steps=self.steps, seed=self.seed
         )
         # Samples are dealt as in a run, so that padding and micro-batches are those of real steps.

@@ -24,12 +24,12 @@ from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.records import StepRecord
 from elastrata.trainer.build_model import (
-    divided_model,
-    looked_for,
-    missing_here,
-    phase_masks,
+    build_divided_model,
+    build_masks,
+    missing_features,
+    probe_capabilities,
 )
-from elastrata.trainer.trainer import training_loop
+from elastrata.trainer.trainer import build_loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 
@@ -150,20 +150,22 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
         update={"steps": max(recipe.steps or 0, len(samples.steps)), "phases": ()}
     )
     with lone_group(device):
-        parallel_model = divided_model(
+        parallel_model = build_divided_model(
             extended_recipe, samples.vocabulary, samples.seq_len, device, 1
         )
         model = parallel_model.model
         optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
-        masks = phase_masks(extended_recipe, parallel_model)
-        loop = training_loop(
+        masks = build_masks(extended_recipe, parallel_model)
+        loop = build_loop(
             extended_recipe, parallel_model.clip, samples.vocabulary, device, 1, masks=masks
         )
         run = loop.run(parallel_model.forward_backward, optimizer, samples.steps, Start())
         timed_steps = list(_time_steps((record for record, _ in run), device))
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     figures = _summarise(timed_steps, warm_up, device, parameters)
-    return replace(figures, substitutions=tuple(missing_here(recipe, looked_for(recipe, device))))
+    return replace(
+        figures, substitutions=tuple(missing_features(recipe, probe_capabilities(recipe, device)))
+    )
 
 
 def _time_steps(records: Iterable[StepRecord], device: torch.device) -> Iterator[_TimedStep]:

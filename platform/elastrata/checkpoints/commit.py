@@ -217,26 +217,26 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def folders(storage: CommitStorage) -> list[FolderName]:
+def list_folders(storage: CommitStorage) -> list[FolderName]:
     """Return the folders of all commits, complete or not, newest first."""
     names = list_names(storage) if isinstance(storage, Storage) else storage.names()
     named = map(FolderName.parse, names)
     return sorted((name for name in named if name), reverse=True)
 
 
-def commits(storage: CommitStorage) -> list[Commit]:
+def list_commits(storage: CommitStorage) -> list[Commit]:
     """Return all commits with a readable marker, newest first, without a look at their files."""
-    return [found for found in markers(storage).values() if isinstance(found, Commit)]
+    return [found for found in read_markers(storage).values() if isinstance(found, Commit)]
 
 
-def markers(storage: CommitStorage) -> dict[str, Commit | str]:
+def read_markers(storage: CommitStorage) -> dict[str, Commit | str]:
     """Return by folder, newest first, the commit or the problem with its marker. Folders without a
     marker are left out."""
-    read = ((str(name), _read(storage, str(name))) for name in folders(storage))
+    read = ((str(name), _read(storage, str(name))) for name in list_folders(storage))
     return {folder: found for folder, found in read if found is not None}
 
 
-def newest_verified(
+def find_newest_verified(
     storage: CommitStorage,
     warn: Callable[[str], None],
     counts: Callable[[int, int], bool] = lambda attempt, step: True,
@@ -256,12 +256,12 @@ def newest_verified(
         UserError: there are commits, but all are damaged; one line for each.
     """
     bad: list[str] = []
-    for name in folders(storage):
+    for name in list_folders(storage):
         folder = str(name)
         found = _read(storage, folder) if counts(name.attempt, name.step) else None
         if found is None:
             continue
-        problem = found if isinstance(found, str) else _summary(problems(storage, found))
+        problem = found if isinstance(found, str) else _summary(file_problems(storage, found))
         # Warned only now: if all are damaged, the lines are the error instead.
         if isinstance(found, Commit) and not problem:
             for line in bad:
@@ -273,7 +273,7 @@ def newest_verified(
     return None
 
 
-def problems(storage: CommitStorage, commit: Commit) -> list[str]:
+def file_problems(storage: CommitStorage, commit: Commit) -> list[str]:
     """Return one line per file that is missing, truncated, altered or unreadable."""
     if METADATA not in commit.files:
         return [f"{METADATA} is missing in {MARKER}"]

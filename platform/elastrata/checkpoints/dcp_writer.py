@@ -128,7 +128,7 @@ RAW = "elastrata.raw"
 """Marks a tensor that is stored as its bytes alone."""
 
 
-class RememberingPlanner(DefaultSavePlanner):
+class CachingPlanner(DefaultSavePlanner):
     """Planner that plans the save of a state once and reuses the plan for the same names and
     shapes.
 
@@ -218,7 +218,7 @@ class CommitWriter(FileSystemWriter):
         self,
         storage: CommitStorage,
         folder: str,
-        planner: RememberingPlanner,
+        planner: CachingPlanner,
         arrived: Callable[[], None],
         finished: Callable[[dict[str, FileRecord]], None],
     ) -> None:
@@ -271,14 +271,14 @@ class CommitWriter(FileSystemWriter):
 
 
 @dataclasses.dataclass(frozen=True)
-class LeanResult(HashedResult):
+class RawResult(HashedResult):
     """A rank's report to the coordinator about all that it wrote."""
 
     lengths: list[int]
     """Bytes of every item of the rank's plan, in the order of the file."""
 
 
-class LeanWriter(CommitWriter):
+class RawWriter(CommitWriter):
     """Writer of raw bytes without SHA-256, for in-memory checkpoints, which only the run itself
     reads.
 
@@ -295,7 +295,7 @@ class LeanWriter(CommitWriter):
         written.set_result([self._write(plan, planner)] if plan.items else [])
         return written
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> LeanResult:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> RawResult:
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         path, lengths = f"{self._folder}/{name}", []
         with self._files.create_stream(path, "wb") as stream:
@@ -306,13 +306,13 @@ class LeanWriter(CommitWriter):
         # One result for all items: DCP's one per tensor has to be pickled, sent and merged.
         place = _StorageInfo(name, 0, sum(lengths))
         first = plan.items[0].index
-        return LeanResult(first, place.length, place, self._files.records[path], lengths)
+        return RawResult(first, place.length, place, self._files.records[path], lengths)
 
     @override
     def _places(self, results: list[list[WriteResult]]) -> dict[MetadataIndex, _StorageInfo]:
         places = {}
         for plan, written in zip(self._planner.global_plan, results, strict=True):
-            for result in cast("list[LeanResult]", written):
+            for result in cast("list[RawResult]", written):
                 starts = accumulate(result.lengths, initial=0)
                 for item, start, length in zip(plan.items, starts, result.lengths, strict=False):
                     name = result.storage_data.relative_path

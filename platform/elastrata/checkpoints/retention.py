@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from elastrata.checkpoints.commit import MARKER, Commit, CommitStorage, commits, folders
+from elastrata.checkpoints.commit import MARKER, Commit, CommitStorage, list_commits, list_folders
 from elastrata.config import Config
 
 
@@ -59,14 +59,14 @@ def prune(
     Returns:
         The removed commits.
     """
-    found = commits(storage)
+    found = list_commits(storage)
     if not found:
         return []
     kept = found[:keep_last]
     # It may be among the newest already, so `kept` may hold it twice.
     if keep_best and (best := best_commit(found)):
         kept.append(best)
-    names = [str(name) for name in folders(storage)]
+    names = [str(name) for name in list_folders(storage)]
     staying = {commit.folder for commit in kept}
     # Newest first: what follows the newest commit is older, so no live attempt writes to it.
     going = [name for name in names[names.index(found[0].folder) :] if name not in staying]

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from elastrata_pipelines.checked_json import (
+    describe_error,
     file_size,
     list_names,
+    make_printable,
     parse_json,
-    printable,
     read_bytes,
-    reason,
 )
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -129,14 +129,15 @@ class SafetensorsFolder:
                 stream.seek(stored.begin + first * width * dtype.itemsize)
                 num_read = stream.readinto(data)
         except Exception as error:  # each kind of store has its own
-            raise UserError(f"{where}: cannot be read ({reason(error)})") from None
+            raise UserError(f"{where}: cannot be read ({describe_error(error)})") from None
         if num_read != len(data):
             raise UserError(f"{where}: truncated while it was read")
         block = torch.frombuffer(data, dtype=dtype)
         # aminmax is one pass without a copy, cheap compared with the read, and propagates NaN.
         if odd := [end.item() for end in torch.aminmax(block) if not isfinite(end.item())]:
             raise UserError(
-                f"{where}: {printable(name)}: has numbers that are {odd[0]:g}: expected finite ones"
+                f"{where}: {make_printable(name)}: has numbers that are {odd[0]:g}: expected "
+                "finite ones"
             )
         return block.reshape(last - first, *stored.shape[1:])
 
@@ -144,7 +145,7 @@ class SafetensorsFolder:
         """Return a line for each tensor that is missing from its file or the index, or is in
         another file."""
         problems = [
-            f"{self.storage.uri(file)}: has no tensor {printable(name)}, which {INDEX} says"
+            f"{self.storage.uri(file)}: has no tensor {make_printable(name)}, which {INDEX} says"
             for name, file in self._weight_map.items()
             if name not in headers[file]
         ]
@@ -154,10 +155,12 @@ class SafetensorsFolder:
                 if said is None:
                     tail = f"which {INDEX} knows nothing of"
                 elif said != file:
-                    tail = f"which {INDEX} has in {printable(said)}"
+                    tail = f"which {INDEX} has in {make_printable(said)}"
                 else:
                     continue
-                problems.append(f"{self.storage.uri(file)}: has a tensor {printable(name)}, {tail}")
+                problems.append(
+                    f"{self.storage.uri(file)}: has a tensor {make_printable(name)}, {tail}"
+                )
         # An index of another model may be wrong about thousands of tensors.
         more = len(problems) - _MOST_SHOWN
         rest = [f"{self.storage.uri(INDEX)}: and {more} more"] if more > 0 else []

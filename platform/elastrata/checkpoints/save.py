@@ -23,12 +23,12 @@ from elastrata.checkpoints.commit import (
     CommitStorage,
     FileRecord,
     FolderName,
-    folders,
+    list_folders,
     size_problems,
 )
-from elastrata.checkpoints.dcp_writer import CommitWriter, LeanWriter, RememberingPlanner
+from elastrata.checkpoints.dcp_writer import CachingPlanner, CommitWriter, RawWriter
 from elastrata.checkpoints.retention import prune, remove
-from elastrata.checkpoints.staging import Given, StagedCopy, Stager
+from elastrata.checkpoints.staging import StagedCopy, StagedCopyStager, Stager
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long the fastest rank waits for the slowest one to write its part."""
@@ -81,7 +81,7 @@ class DurableSaver:
         self._storage = storage
         self._keep_last = keep_last
         self._keep_best = keep_best
-        self._writer = LeanWriter if lean else CommitWriter
+        self._writer = RawWriter if lean else CommitWriter
         self._what = what
         self._warn = warn
         self._on_commit = on_commit
@@ -90,7 +90,7 @@ class DurableSaver:
         # A separate group: background collectives must not interleave with those of the training.
         self._group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
         self._attempt, self._token = _agree_on_attempt(storage, self._group, attempt)
-        self._planner = RememberingPlanner()
+        self._planner = CachingPlanner()
         self._stager = stager or Stager()
         self._idle = threading.Event()
         self._idle.set()
@@ -146,7 +146,7 @@ class DurableSaver:
                 ),
                 planner=self._planner,
                 process_group=self._group,
-                async_stager=Given(copy),
+                async_stager=StagedCopyStager(copy),
             )
         # Without a future no callback would release the copy.
         except BaseException:
@@ -266,7 +266,7 @@ def _agree_on_attempt(
     if dist.get_rank(group) == 0:
         try:
             if attempt is None:
-                attempt = 1 + max((folder.attempt for folder in folders(storage)), default=0)
+                attempt = 1 + max((folder.attempt for folder in list_folders(storage)), default=0)
             agreed = [(attempt, uuid.uuid4().hex[:6])]
         except Exception as error:
             # Broadcast, too: without any answer the other ranks would wait for ever.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from typing_extensions import override
 
-from elastrata.parallel.sharding import local, resharded
+from elastrata.parallel.sharding import local, shard_like
 
 BUCKET_BYTES = 2**27
 """Tensors are gathered on the GPU up to this size, then copied at once. A power of two, because
@@ -78,8 +78,8 @@ class Stager:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             copy.fill_from_gpu(state)
-            copy.arrived.record()
-        self._newest = copy.arrived
+            copy.arrival_event.record()
+        self._newest = copy.arrival_event
 
 
 class StagedCopy:
@@ -93,7 +93,7 @@ class StagedCopy:
         self._arrived: torch.cuda.Event | None = None
 
     @property
-    def arrived(self) -> torch.cuda.Event:
+    def arrival_event(self) -> torch.cuda.Event:
         """Event after the last copy. Waiting for it does not occupy a CPU core."""
         if self._arrived is None:
             event: Callable[..., torch.cuda.Event] = torch.cuda.Event
@@ -134,7 +134,7 @@ class StagedCopy:
         layout = [(t.shape, t.dtype, local(t).shape) for t in tensors]
         # Pinned memory is kept from save to save while shapes stay the same.
         if layout != self._layout:
-            self._buckets = [Bucket.of(members) for members in in_buckets(tensors)]
+            self._buckets = [Bucket.of(members) for members in split_into_buckets(tensors)]
             self._layout = layout
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         hosts: dict[int, Tensor] = {}
@@ -177,7 +177,7 @@ class Bucket:
         self.host.copy_(raw[0] if len(raw) == 1 else torch.cat(raw), non_blocking=True)
 
 
-def in_buckets(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
+def split_into_buckets(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
     """Return tensors with their indices, in buckets of up to `BUCKET_BYTES`, or of one larger
     tensor.
 
@@ -198,7 +198,7 @@ def in_buckets(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
     return buckets
 
 
-class Given(BlockingAsyncStager):
+class StagedCopyStager(BlockingAsyncStager):
     """Stager that returns an existing copy to DCP."""
 
     def __init__(self, copy: StagedCopy) -> None:
@@ -240,7 +240,7 @@ def _replace_by_host(value: Any, host: Callable[[Tensor], Tensor]) -> Any:
     if value.device.type != "cuda":
         # Small ones, such as step counters of optimizers.
         return value.detach().clone()
-    return resharded(value, host(value))
+    return shard_like(value, host(value))
 
 
 def _copy_to_host(value: Any, into: Any) -> Any:

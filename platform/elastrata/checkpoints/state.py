@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from elastrata.checkpoints.commit import Commit, CommitStorage
 from elastrata.checkpoints.dcp_reader import CommitReader, SafeLoadPlanner, read_metadata
-from elastrata.parallel.sharding import local, own_box
+from elastrata.parallel.sharding import local, local_box
 from elastrata_pipelines.errors import UserError
 
 MODEL = "model"
@@ -113,7 +113,7 @@ def restore_weights(
         table = torch.empty(entry.size, dtype=entry.properties.dtype)
         # Without collectives: with a pipeline, only some ranks have this table.
         _read(storage, commit, metadata, {MODEL: {name: table}}, alone=True)
-        target, box = local(state[name]), own_box(state[name])
+        target, box = local(state[name]), local_box(state[name])
         part = table[: rows[name]][box]
         target[: len(part)].copy_(part)
 
@@ -140,7 +140,7 @@ def _entries(metadata: Metadata, part: str) -> dict[str, TensorStorageMetadata]:
 
 
 @torch.no_grad()
-def load_plain(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_unsharded(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load unsharded tensors into a model that is not divided over ranks."""
     for name, tensor in _tensors(get_model_state_dict(model)).items():
         local(tensor).copy_(state[name])

@@ -12,7 +12,7 @@ from typing import Any
 
 from elastrata.checkpoints.safetensors_files import SafetensorsFolder
 from elastrata_pipelines.checked_json import read_bytes
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
 from elastrata_pipelines.storage import Storage
 
@@ -85,7 +85,7 @@ class WeightsFolder:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def weights_folder(place: str, revision: str | None) -> WeightsFolder:
+def find_weights_folder(place: str, revision: str | None) -> WeightsFolder:
     """Return the folder of that path or URL, or the model of that name on the hub.
 
     Raises:
@@ -118,4 +118,4 @@ def _hint(name: str) -> str:
     """Return a hint at the most similar existing folder in the same parent."""
     parent = Path(name).parent
     folders = [str(path) for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
-    return nearest(name, folders)
+    return suggest_nearest(name, folders)

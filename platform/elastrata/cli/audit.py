@@ -55,10 +55,10 @@ def audit(
         return
     from elastrata.run.audit import audit as audit_run
     from elastrata.run.audit import compare
-    from elastrata.run.claim import named_run
+    from elastrata.run.claim import find_run_folder
 
     console = open_console(as_json=json)
-    audits = [audit_run(named_run(url)) for url in (run, other) if url is not None]
+    audits = [audit_run(find_run_folder(url)) for url in (run, other) if url is not None]
     comparison = (
         compare(audits[0].steps, audits[1].steps, tolerance=tolerance) if len(audits) == 2 else None
     )
@@ -198,7 +198,7 @@ def list_samples(
     Raises:
         UserError: an option is missing or unexpected, or `step_samples` fails.
     """
-    from elastrata.run.claim import named_run
+    from elastrata.run.claim import find_run_folder
     from elastrata.run.step_samples import step_samples
 
     if not is_asked or step is None:
@@ -207,7 +207,7 @@ def list_samples(
         raise UserError(f"{option}: expected with {missing_option}")
     if other is not None:
         raise UserError(f"{other}: unexpected: --samples is about one run")
-    samples = step_samples(named_run(run), step, _paths_by_source(text))
+    samples = step_samples(find_run_folder(run), step, _paths_by_source(text))
     console = open_console(as_json=json)
     for line in _sample_lines(samples):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

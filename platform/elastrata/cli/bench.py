@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastrata.cli.options import Json, Overrides, Phase, RecipeName, part_of
+from elastrata.cli.options import Json, Overrides, Phase, RecipeName, select_phase
 from elastrata.terminal.console import open_console, print_json_line
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _keep_phase(recipe: Recipe, phase: int) -> Recipe:
     """Return a recipe that consists of one phase and has a number of steps."""
     from elastrata.recipe.recipe import PhaseKeys
 
-    part = part_of(recipe, phase)
+    part = select_phase(recipe, phase)
     keys = {key: getattr(part, key) for key in PhaseKeys.model_fields}
     # Only a few steps are measured, so the length that the data would give does not matter.
     length = {"steps": part.steps or _MANY_STEPS, "epochs": None, "tokens": None}

@@ -71,20 +71,20 @@ def doctor(
 
 def _examine_cluster(cluster: str, recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
     from elastrata.deploy.clusters import (
-        cluster_findings,
+        check_cluster,
+        check_fit,
+        check_niceness,
         find_cluster_file,
-        fit_findings,
-        niceness_findings,
         read_cluster,
     )
     from elastrata.recipe.file import load_recipe
 
     spec = read_cluster(cluster)
     loaded = load_recipe(recipe, overrides) if recipe is not None else None
-    yield from cluster_findings(spec)
-    yield from niceness_findings(cluster, find_cluster_file(cluster).read_text(encoding="utf-8"))
+    yield from check_cluster(spec)
+    yield from check_niceness(cluster, find_cluster_file(cluster).read_text(encoding="utf-8"))
     if loaded is not None:
-        yield from fit_findings(loaded.workers, spec)
+        yield from check_fit(loaded.workers, spec)
 
 
 def _show_finding(console: Console, finding: Finding) -> None:

@@ -17,8 +17,8 @@ from elastrata.cli.options import (
     Phase,
     Workers,
     local_path,
-    numbers_of_workers,
-    part_of,
+    parse_workers,
+    select_phase,
 )
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
@@ -96,7 +96,7 @@ def inspect(
     from elastrata_pipelines.inspection import source_accounts
     from elastrata_pipelines.storage import Storage
 
-    numbers = numbers_of_workers(workers)
+    numbers = parse_workers(workers)
     _check_plot(plot, numbers)
     subject = _read_subject(data, overrides or [], recipe, batch, micro_batch_tokens, phase)
     console = open_console(as_json=json)
@@ -171,7 +171,7 @@ def _read_subject(
     micro_batch_tokens: int | None,
     phase: int,
 ) -> _Subject:
-    from elastrata.recipe.data_sets import in_steps
+    from elastrata.recipe.data_sets import resolve_steps
     from elastrata.recipe.file import load_recipe
 
     if not _is_recipe(data):
@@ -186,8 +186,8 @@ def _read_subject(
         )
     if recipe:
         raise UserError(f"--recipe: {recipe}: unexpected: {data} is a recipe itself")
-    run = in_steps(load_recipe(data, overrides))
-    part = part_of(run, phase)
+    run = resolve_steps(load_recipe(data, overrides))
+    part = select_phase(run, phase)
     # A mixture has no single data set: its sources are mixed while they are read.
     if part.data.sources:
         places = ", ".join(part.data.places.values())
@@ -244,14 +244,14 @@ def _read_excerpts(
     storage: Storage, manifest: Manifest, model: Recipe | None, count: int
 ) -> list[Excerpt]:
     """Return some samples as text, with the inputs that the recipe's model would see."""
-    from elastrata_pipelines.inspection import excerpts, some_rows
+    from elastrata_pipelines.inspection import make_excerpts, read_some_rows
 
-    rows = some_rows(storage, manifest, count)
+    rows = read_some_rows(storage, manifest, count)
     if model is None:
-        return excerpts(storage, rows)
-    from elastrata.driver.model_inspection import inputs_of
+        return make_excerpts(storage, rows)
+    from elastrata.driver.model_inspection import compute_inputs
 
-    return excerpts(storage, rows, inputs_of(model, rows, manifest))
+    return make_excerpts(storage, rows, compute_inputs(model, rows, manifest))
 
 
 def _verify(console: Console, storage: Storage) -> None:
@@ -343,7 +343,7 @@ def show_sources(console: Console, accounts: Sequence[SourceAccount]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from elastrata_pipelines.preparation.provenance import in_words
+    from elastrata_pipelines.preparation.provenance import format_counts
 
     table = Table(box=None, padding=(0, 1), header_style="bold")
     table.add_column("source")
@@ -366,7 +366,7 @@ def show_sources(console: Console, accounts: Sequence[SourceAccount]) -> None:
     for account in accounts:
         if account.skipped:
             console.print(
-                f"skipped of {account.name}: {in_words(account.skipped)}",
+                f"skipped of {account.name}: {format_counts(account.skipped)}",
                 style="yellow",
                 markup=False,
             )

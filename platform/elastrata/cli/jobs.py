@@ -13,7 +13,7 @@ import typer
 
 from elastrata.cli.options import ClusterAddress, Json, Overrides, RecipeName
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 
 
 def submit(
@@ -42,7 +42,7 @@ def submit(
     name_override = [f"name={json_text.dumps(name)}"] if name is not None else []
     loaded = load_recipe(recipe, [*(overrides or []), *name_override])
     run = run_name(loaded)
-    with jobs.job_server(cluster) as server:
+    with jobs.connect_to_job_server(cluster) as server:
         job = jobs.submit(server, loaded, name=run, tries=tries, installed=installed)
         folder = Storage(loaded.storage).uri(run)
         lines = [
@@ -78,7 +78,7 @@ def stop(
     from elastrata.deploy import jobs
 
     console = open_console(as_json=json)
-    with jobs.job_server(cluster) as server:
+    with jobs.connect_to_job_server(cluster) as server:
         statuses = jobs.stop(server, run)
     for job, status in statuses.items():
         console.print(f"job {job}: {status}", markup=False)
@@ -130,7 +130,7 @@ def guard(
 
     if cloud is not None and cloud not in CLOUDS:
         expected = f"expected one of {', '.join(CLOUDS)}"
-        raise UserError(f"--cloud: {cloud}: {expected}{nearest(cloud, CLOUDS)}")
+        raise UserError(f"--cloud: {cloud}: {expected}{suggest_nearest(cloud, CLOUDS)}")
     if cloud is None and now is None and not on_sigterm:
         raise UserError("expected --cloud, --on-sigterm or --now: what to wait for")
     stop_event = Event()

@@ -34,7 +34,7 @@ from elastrata.driver.interrupt import SIGNALS, is_ending
 from elastrata.terminal.console import escape_foreign_letters, print_error, print_json_line
 from elastrata.workload.installed import expand_segments
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, without_secrets
+from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, hide_unrecorded_parts
 
 # 130 is 128 + SIGINT, as shells report it.
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -122,12 +122,12 @@ def run(arguments: Sequence[str]) -> int:
         # In standalone mode Typer would print errors and exit itself.
         return app(command_arguments or ["--help"], prog_name="elastrata", standalone_mode=False)
 
-    return outcome(
+    return run_command(
         command, as_json="--json" in command_arguments, with_traceback="--traceback" in arguments
     )
 
 
-def outcome(command: Callable[[], object], *, as_json: bool, with_traceback: bool) -> int:
+def run_command(command: Callable[[], object], *, as_json: bool, with_traceback: bool) -> int:
     """Run a command and return its exit code; print errors on standard error, one per line.
 
     Args:
@@ -175,7 +175,9 @@ def _refuse_secrets(arguments: Sequence[str]) -> None:
             key, value = previous if previous.startswith("--") else "", argument
         value = value.strip("'\"")
         # Prompts are not recorded, so they may hold any URL except one with a password.
-        hidden = hide_secrets(value if "generate" in arguments[:1] else without_secrets(value))
+        hidden = hide_secrets(
+            value if "generate" in arguments[:1] else hide_unrecorded_parts(value)
+        )
         if hidden != value:
             problems.append(": ".join(filter(None, ("command line", key, hidden, NO_SECRET))))
     if problems:

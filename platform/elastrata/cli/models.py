@@ -57,7 +57,7 @@ def export(
     json: Json = False,
 ) -> None:
     """Write a trained model as a folder for transformers' from_pretrained."""
-    from elastrata.run.claim import named_run
+    from elastrata.run.claim import find_run_folder
     from elastrata.run.export import HubRepository, check_free, export_model
     from elastrata.tracking.tracker import check_model_name
     from elastrata.workload.hf_folder import weight_form
@@ -66,7 +66,7 @@ def export(
     form = weight_form(dtype, shard_size)
     if register is not None:
         check_model_name(register)
-    run = named_run(run).url
+    run = find_run_folder(run).url
     check_free(out)
     # The repository is created before the export, so that a refusal of the hub comes early.
     repository = HubRepository(push, public=public) if push is not None else None
@@ -88,7 +88,7 @@ def export(
 
 
 def _register_model(run: str, model: ExportedModel, name: str, checkpoint: str) -> str:
-    from elastrata.run.export import loadable
+    from elastrata.run.export import to_loadable
     from elastrata.tracking.tracker import register_export
     from elastrata_pipelines.storage import Storage
 
@@ -99,7 +99,7 @@ def _register_model(run: str, model: ExportedModel, name: str, checkpoint: str) 
             Storage(root),
             run_id=model.mlflow_run_id,
             run_name=run_name,
-            model=loadable(model, Path(scratch)),
+            model=to_loadable(model, Path(scratch)),
             name=name,
             alias=checkpoint if checkpoint in ("newest", "best") else None,
         )
@@ -138,9 +138,9 @@ def evaluate(
         raise UserError("--tasks: empty: expected names of tasks, such as hellaswag,arc_easy")
     from elastrata.inference.evaluation import TaskOptions, Tasks
     from elastrata.inference.language_model import model_folder
-    from elastrata.run.claim import place_of_model
+    from elastrata.run.claim import find_model
 
-    place = place_of_model(model)
+    place = find_model(model)
     harness_tasks = Tasks(names, include)
     options = TaskOptions(shots=shots, limit=limit, batch_size=batch_size)
     name = "harness" if weights == "trained" else f"harness/{weights.replace(':', '-')}"
@@ -212,21 +212,21 @@ def generate(
     text = _read_text(file)
     from elastrata.inference.language_model import (
         Sampling,
-        continuation,
+        compute_perplexity,
+        continue_text,
         load_language_model,
-        perplexity,
     )
-    from elastrata.run.claim import place_of_model
+    from elastrata.run.claim import find_model
 
     console = open_console(as_json=json)
-    loaded = load_language_model(place_of_model(model), checkpoint=checkpoint)
+    loaded = load_language_model(find_model(model), checkpoint=checkpoint)
     generated = text_perplexity = None
     if prompt is not None:
         sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
-        generated = continuation(loaded, prompt, tokens=tokens, sampling=sampling)
+        generated = continue_text(loaded, prompt, tokens=tokens, sampling=sampling)
         console.print(prompt + generated.text, markup=False)
     if text is not None:
-        text_perplexity = perplexity(loaded, text)
+        text_perplexity = compute_perplexity(loaded, text)
         console.print(
             f"perplexity {text_perplexity.perplexity:.2f}, loss {text_perplexity.loss:.4f} over "
             f"{text_perplexity.tokens:,} tokens of {file}",

@@ -64,7 +64,7 @@ def local_path(param: typer.CallbackParam, value: Path | None) -> Path | None:
     return value
 
 
-def numbers_of_workers(text: str) -> list[int]:
+def parse_workers(text: str) -> list[int]:
     """Return the numbers in a `Workers` option, without repetitions.
 
     Raises:
@@ -79,7 +79,7 @@ def numbers_of_workers(text: str) -> list[int]:
     return list(dict.fromkeys(numbers))
 
 
-def part_of(recipe: Recipe, phase: int) -> PhaseKeys:
+def select_phase(recipe: Recipe, phase: int) -> PhaseKeys:
     """Return the phase that a `Phase` option selects.
 
     Raises:

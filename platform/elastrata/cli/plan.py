@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastrata.cli.options import Json, Overrides, Phase, RecipeName, local_path, part_of
+from elastrata.cli.options import Json, Overrides, Phase, RecipeName, local_path, select_phase
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
 
@@ -60,17 +60,17 @@ def plan(
     """Compute which layout of a recipe fits a cluster and is fastest: no GPU is needed."""
     from elastrata.planner.cluster import read_cluster
     from elastrata.planner.plan import plan as make_plan
-    from elastrata.recipe.data_sets import in_steps
+    from elastrata.recipe.data_sets import resolve_steps
     from elastrata.recipe.file import load_recipe
 
     console = open_console(as_json=json)
-    loaded = in_steps(load_recipe(recipe, overrides or []))
+    loaded = resolve_steps(load_recipe(recipe, overrides or []))
     target = read_cluster(cluster)
     if price is not None:
         target = replace(target, price=price)
     if write is not None and write.exists():
         raise UserError(f"--write: {write}: there is such a file; expected a new one")
-    cluster_plan = make_plan(loaded, part_of(loaded, phase), target)
+    cluster_plan = make_plan(loaded, select_phase(loaded, phase), target)
     # Each is the best of the layouts that divide the model among devices alike.
     families = cluster_plan.result.families[:best]
     _show_heading(console, recipe, f"{target.devices}x{target.device.name}", cluster_plan)
@@ -88,7 +88,7 @@ def plan(
     # The fastest layout in the table may need features that this version does not train.
     if chosen is not None and chosen is not families[0]:
         console.print(f"\nthe fastest that this version trains: {chosen.layout}", markup=False)
-    automatic = _plan_automatic(loaded, part_of(loaded, phase), cluster_plan)
+    automatic = _plan_automatic(loaded, select_phase(loaded, phase), cluster_plan)
     if automatic is not None:
         show_automatic(console, cluster_plan, automatic)
     rehearsals: list[Mapping[str, Any] | None] = [None] * len(families)
@@ -130,23 +130,23 @@ def _show_heading(console: Console, recipe: str, devices: str, cluster_plan: Pla
 def _plan_automatic(recipe: Recipe, part: PhaseKeys, cluster_plan: Plan) -> AutomaticPlan | None:
     """Return the values that `auto` stands for on all devices, divided as the recipe says; None if
     the recipe leaves nothing open, or its layout does not divide the number of devices."""
-    from elastrata.planner.choice import planned
+    from elastrata.planner.choice import plan_automatic_choice
 
     size = recipe.parallel.group_size
     if not recipe.is_automatic or cluster_plan.cluster.devices % size:
         return None
-    return planned(recipe, part, cluster_plan.model, cluster_plan.cluster)
+    return plan_automatic_choice(recipe, part, cluster_plan.model, cluster_plan.cluster)
 
 
 def _find_runnable(recipe: Recipe, cluster_plan: Plan) -> Forecast | None:
     """Return the fastest layout that this version can train; None without one."""
-    from elastrata.planner.plan import problems_of
+    from elastrata.planner.plan import layout_problems
 
     return next(
         (
             forecast
             for forecast in cluster_plan.result.families
-            if not problems_of(recipe, forecast.layout, cluster_plan.model.seq_len)
+            if not layout_problems(recipe, forecast.layout, cluster_plan.model.seq_len)
         ),
         None,
     )
@@ -162,12 +162,12 @@ def _rehearse_layout(
     phase: int,
 ) -> Mapping[str, Any] | None:
     """Rehearse a layout and return the figures; None if this version cannot train it."""
-    from elastrata.planner.plan import problems_of, recipe_keys
+    from elastrata.planner.plan import layout_problems, recipe_keys
     from elastrata.rehearsal.process import Request
     from elastrata.rehearsal.process import rehearse as rehearse_apart
 
     layout, seq_len = forecast.layout, cluster_plan.model.seq_len
-    if problems_of(loaded, layout, seq_len):
+    if layout_problems(loaded, layout, seq_len):
         return None
     keys = recipe_keys(loaded, layout, seq_len)
     layout_overrides = [f"{path}={dumps(value)}" for path, value in keys.items()]
@@ -207,7 +207,7 @@ def _write_recipe(
 ) -> None:
     """Write a recipe that extends the original with the layout and the command line's changes."""
     from elastrata.recipe.yaml_values import dump_yaml, parse_yaml
-    from elastrata_pipelines.storage import write_whole
+    from elastrata_pipelines.storage import write_atomically
 
     if keys is None:
         raise UserError("--write: this version trains this recipe under none of the layouts")
@@ -221,7 +221,7 @@ def _write_recipe(
     # `extends` is relative to the file that contains it.
     base_recipe = os.path.relpath(recipe, path.parent) if Path(recipe).is_file() else recipe
     try:
-        write_whole(path, (header + dump_yaml({"extends": base_recipe, **values})).encode())
+        write_atomically(path, (header + dump_yaml({"extends": base_recipe, **values})).encode())
     except OSError as error:
         raise UserError(f"--write: {path}: cannot be written ({error.strerror})") from None
 
@@ -310,17 +310,17 @@ def _format_cells(best: Forecast, forecast: Forecast) -> tuple[str, ...]:
         f"{forecast.tokens_per_second:,.0f}",
         f"{forecast.mfu:.1%}",
         f"{forecast.bubble:.1%}",
-        f"{forecast.exposed:.1%}",
+        f"{forecast.exposed_message_share:.1%}",
         f"{forecast.hours:,.1f}",
         "" if forecast.cost is None else f"{forecast.cost:,.0f}",
-        forecast.why_slower(best),
+        forecast.explain_slowdown(best),
     )
 
 
 def show_terms(console: Console, plan: Plan, forecast: Forecast) -> None:
     """Print every term of a layout's memory and time, and the device figures behind them."""
     device, efficiency = plan.cluster.device, plan.machine.efficiency
-    for line in terms_lines(forecast):
+    for line in format_terms(forecast):
         console.print(line, markup=False)
     console.print(
         f"\n{device.name}: {device.peak_flops / 1e12:.4g} TFLOP/s {device.peak.dtype}, "
@@ -410,19 +410,19 @@ def layout_results(
             "tokens_per_second": forecast.tokens_per_second,
             "mfu": forecast.mfu,
             "bubble": forecast.bubble,
-            "exposed": forecast.exposed,
+            "exposed": forecast.exposed_message_share,
             "hours": forecast.hours,
             "cost": forecast.cost,
             "memory": asdict(forecast.memory),
             "time": asdict(forecast.time),
-            "why_not": forecast.why_slower(best[0]),
+            "why_not": forecast.explain_slowdown(best[0]),
             "rehearsed": rehearsed,
         }
         for forecast, rehearsed in zip(best, rehearsals, strict=True)
     ]
 
 
-def terms_lines(forecast: Forecast) -> list[str]:
+def format_terms(forecast: Forecast) -> list[str]:
     """Return a line per term of a layout's memory and time."""
     return [
         f"\n{forecast.layout}\n\nmemory, GiB",

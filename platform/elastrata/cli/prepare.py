@@ -267,19 +267,19 @@ def _json_result(manifest: Manifest, target: str, seconds: float) -> dict[str, A
 
 
 def _summarize(console: Console, result: dict[str, Any]) -> None:
-    from elastrata.terminal.progress import counted
-    from elastrata_pipelines.preparation.provenance import in_words
+    from elastrata.terminal.progress import format_amount
+    from elastrata_pipelines.preparation.provenance import format_counts
 
     console.print(
         f"done in {result['seconds']:.1f} s: {result['samples']:,} samples, "
-        f"{result['tokens']:,} tokens, {counted(result['stripes'], 'stripes')} in "
-        f"{counted(result['shards'], 'shards')}",
+        f"{result['tokens']:,} tokens, {format_amount(result['stripes'], 'stripes')} in "
+        f"{format_amount(result['shards'], 'shards')}",
         markup=False,
     )
     for source in result["sources"]:
         if source["skipped"]:
             console.print(
-                f"  skipped  of {source['name']}: {in_words(source['skipped'])}",
+                f"  skipped  of {source['name']}: {format_counts(source['skipped'])}",
                 style="yellow",
                 markup=False,
             )

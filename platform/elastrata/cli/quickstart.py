@@ -51,8 +51,8 @@ def quickstart(
     minutes."""
     from elastrata.driver.quickstart import (
         collect_corpus,
-        folder_of,
         last_evaluation,
+        quickstart_folder,
         quickstart_recipe,
     )
     from elastrata.driver.ray_session import ray_session
@@ -75,7 +75,7 @@ def quickstart(
     run = Storage(result.run_dir)
     evaluation = last_evaluation(run)
     console.print("4/5  export: the model as a folder for transformers")
-    exported = _export(result, out / folder_of("model", model))
+    exported = _export(result, out / quickstart_folder("model", model))
     samples = (
         _show_continuations(console, exported)
         if model == "gpt"
@@ -97,10 +97,10 @@ def _show_filled_masks(console: Console, model: Path) -> dict[str, Any]:
 
 
 def _show_continuations(console: Console, model: Path) -> dict[str, Any]:
-    from elastrata.driver.quickstart import write_on
+    from elastrata.driver.quickstart import continue_lines
 
     console.print("5/5  write: what it would put after the beginning of a line")
-    continuations = write_on(model)
+    continuations = continue_lines(model)
     for continuation in continuations:
         console.print(
             f"     {continuation.prompt}[{_escape_newlines(continuation.text)}]", markup=False
@@ -114,7 +114,7 @@ def _escape_newlines(text: str) -> str:
 
 def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
     from elastrata.api import prepare, train
-    from elastrata.recipe.data_sets import in_steps
+    from elastrata.recipe.data_sets import resolve_steps
     from elastrata.terminal.progress import Progress, StageProgress
 
     assert recipe.data.prepare is not None
@@ -125,7 +125,7 @@ def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
         f"     {manifest.samples:,} samples, {manifest.tokens:,} tokens, "
         f"{manifest.stripes:,} stripes"
     )
-    recipe = in_steps(recipe)
+    recipe = resolve_steps(recipe)
     console.print(
         f"3/5  train: {recipe.steps_in_all} steps of {recipe.batch_size} samples, "
         f"{recipe.workers.max} workers"

@@ -87,11 +87,11 @@ def status(
     json: Json = False,
 ) -> None:
     """Show the state of a run, from its storage alone: progress, faults, and their cost."""
-    from elastrata.run.claim import named_run
+    from elastrata.run.claim import find_run_folder
     from elastrata.run.status import status as look_at
 
     console = open_console(as_json=json)
-    run_status = look_at(named_run(run))
+    run_status = look_at(find_run_folder(run))
     _show_state(console, run_status)
     _show_faults(console, run_status)
     _show_recoveries(console, run_status)
@@ -223,7 +223,7 @@ def fork(
     json: Json = False,
 ) -> None:
     """Begin a new run from a checkpoint of another one, with changes, and train it."""
-    from elastrata.cli.train import train_and_tell
+    from elastrata.cli.train import train_and_show
     from elastrata.driver.fork import plan_fork, show_changes
     from elastrata.run.fork import begin_fork
     from elastrata.trainer.preflight import check_storage
@@ -234,4 +234,4 @@ def fork(
     check_storage(Storage(plan.fork.recipe.storage))
     show_changes(open_console(as_json=json), plan)
     begin_fork(plan.fork)
-    train_and_tell(plan.fork.recipe, address, json)
+    train_and_show(plan.fork.recipe, address, json)

@@ -11,7 +11,7 @@ import typer
 from elastrata.cli.options import Json, local_path
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.storage import write_whole
+from elastrata_pipelines.storage import write_atomically
 
 Kind = Literal["recipe", "sweep", "cluster"]
 
@@ -78,6 +78,6 @@ def _reference_page() -> str:
 
 def _write_file(out: Path, text: str) -> None:
     try:
-        write_whole(out, text.encode())
+        write_atomically(out, text.encode())
     except OSError as error:
         raise UserError(f"--out: {out}: cannot be written ({error.strerror})") from None

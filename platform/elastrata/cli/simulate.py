@@ -73,14 +73,14 @@ def simulate(
 ) -> None:
     """Replay a recipe's run on workers that come and go, in simulated time."""
     from elastrata.planner.cluster import read_cluster
-    from elastrata.recipe.data_sets import in_steps
+    from elastrata.recipe.data_sets import resolve_steps
     from elastrata.recipe.file import load_recipe
     from elastrata.simulation import simulate as simulation
     from elastrata.simulation.simulate import RecoverySeconds, read_recovery
-    from elastrata.simulation.trace import Rates, drawn_events, read_trace
+    from elastrata.simulation.trace import Rates, read_trace, sample_events
 
     console = open_console(as_json=json)
-    loaded = in_steps(load_recipe(recipe, overrides or []))
+    loaded = resolve_steps(load_recipe(recipe, overrides or []))
     cluster_spec = read_cluster(cluster)
     seconds_by_fault = read_recovery(recovery) if recovery else RecoverySeconds()
     trace_events = read_trace(trace) if trace else None
@@ -94,7 +94,7 @@ def simulate(
 
     # A function, as every simulated interval replays the same events from the start.
     def events() -> Iterable[Event]:
-        return trace_events or drawn_events(
+        return trace_events or sample_events(
             run_conditions.workers_max, rates, seconds=days * _DAY, seed=seed
         )
 
@@ -122,15 +122,15 @@ def _conditions(
     recipe: Recipe, cluster: Cluster, seconds: float | None, seconds_by_fault: RecoverySeconds
 ) -> Conditions:
     """Return the conditions of a run that has one worker per device."""
-    from elastrata.recipe.data_sets import as_if_full, data_spec
-    from elastrata.simulation.simulate import Pace, conditions, planned_pace, step_seconds
+    from elastrata.recipe.data_sets import assume_full_samples, data_spec
+    from elastrata.simulation.simulate import Pace, conditions, plan_pace, step_seconds
     from elastrata.workload.workload import model_spec
 
     spec = data_spec(recipe)
     # The data may not be prepared yet: phases in tokens are counted in full-length samples.
-    recipe = as_if_full(recipe, spec.seq_len)
+    recipe = assume_full_samples(recipe, spec.seq_len)
     if seconds is None:
-        pace, group = planned_pace(recipe, cluster)
+        pace, group = plan_pace(recipe, cluster)
     else:
         pace = Pace(worker_seconds=seconds * cluster.devices, fixed_seconds=0.0)
         group = recipe.parallel.group_size

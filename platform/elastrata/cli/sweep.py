@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from elastrata.cli.options import Address, Json, Overrides
-from elastrata.cli.train import train_and_tell
+from elastrata.cli.train import train_and_show
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
 
@@ -77,7 +77,7 @@ def _use_best(
     json: bool,
 ) -> int:
     """Show the best trial, or train its values."""
-    from elastrata.sweeps.config import changes_of
+    from elastrata.sweeps.config import parse_changes
     from elastrata.sweeps.result import best_recipe, find_sweep
 
     result = find_sweep(place)
@@ -87,7 +87,7 @@ def _use_best(
         _show_result(result, json)
         return 0
     name_change = {"name": name} if name is not None else {}
-    train_and_tell(best_recipe(result, {**changes_of(overrides), **name_change}), address, json)
+    train_and_show(best_recipe(result, {**parse_changes(overrides), **name_change}), address, json)
     return 0
 
 

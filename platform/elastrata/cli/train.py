@@ -40,23 +40,23 @@ def train(
     """Train a recipe, or continue its run where it stopped."""
     arguments = [*([recipe] if recipe else []), *(overrides or [])]
     chosen = _load_resumed(resume, arguments, name) if resume else _load_named(arguments, name)
-    train_and_tell(chosen, address, json, go_on_from)
+    train_and_show(chosen, address, json, go_on_from)
 
 
-def train_and_tell(
+def train_and_show(
     chosen: Recipe, address: str | None, json: bool, go_on_from: str | None = None
 ) -> None:
     """Train a recipe, and show its progress and its result."""
     from elastrata.api import run_name
     from elastrata.api import train as train_recipe
-    from elastrata.recipe.data_sets import in_steps
+    from elastrata.recipe.data_sets import resolve_steps
     from elastrata.terminal.progress import Progress, phase_lines
     from elastrata.tracking.store import tracking_uri
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)
     # The display needs the number of steps, which the data decides for epochs or tokens.
-    chosen = in_steps(chosen)
+    chosen = resolve_steps(chosen)
     console.print(f"run {run_name(chosen)}: starting Ray and the workers", markup=False)
     with Progress(chosen.steps_in_all, console, phase_lines(chosen)) as progress:
         result = train_recipe(chosen, address=address, show=progress, go_on_from=go_on_from)
@@ -84,8 +84,8 @@ def _load_named(arguments: list[str], name: str | None) -> Recipe:
 
 
 def _load_resumed(run: str, arguments: list[str], name: str | None) -> Recipe:
-    from elastrata.run.claim import named_run
-    from elastrata.run.folder import resumed_recipe
+    from elastrata.run.claim import find_run_folder
+    from elastrata.run.folder import read_resumed_recipe
 
     if name is not None:
         raise UserError(f"--name: {name}: unexpected: --resume {run} goes on under its own name")
@@ -95,4 +95,4 @@ def _load_resumed(run: str, arguments: list[str], name: str | None) -> Recipe:
             f"{arguments[0]}: unexpected: --resume {run} goes on with the run's own recipe; "
             "changes are KEY=VALUE"
         )
-    return resumed_recipe(named_run(run), arguments)
+    return read_resumed_recipe(find_run_folder(run), arguments)

@@ -337,7 +337,7 @@ class Sender:
             return None
 
 
-def tell(channel: Any, event: Event) -> None:
+def send_event(channel: Any, event: Event) -> None:
     """Send one event from a process that has no sender, without blocking."""
     sender = Sender(channel, rank=0)
     sender.send(event)

@@ -18,14 +18,14 @@ def is_victim(error: BaseException) -> bool:
     return type(error) is RuntimeError and any(word in text for word in _WORDS)
 
 
-def culprits(errors: Mapping[int, Exception]) -> dict[int, Exception]:
+def find_culprits(errors: Mapping[int, Exception]) -> dict[int, Exception]:
     """Return the errors, by rank, that are not victims'; all errors if every one is a victim's."""
     primary = {rank: error for rank, error in errors.items() if not is_victim(error)}
     return primary or dict(errors)
 
 
 # The only count: Ray Train gets `left` at every start, and gives up by it.
-class Failures:
+class FailureCount:
     """Count of lost groups of workers in one launch.
 
     Args:

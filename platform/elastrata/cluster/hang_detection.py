@@ -47,12 +47,12 @@ class HeartbeatTimeout:
 
 
 @dataclass(frozen=True)
-class Look:
+class TimeoutCheck:
     """Time to act on an expired timeout."""
 
 
 @dataclass(frozen=True)
-class Taken:
+class EventsReceived:
     """The driver has received these events of the workers, and certainly no others."""
 
     events: tuple[Event, ...] = ()
@@ -86,7 +86,7 @@ class Report:
 
 # A process that is stopped, or waits for ever in a collective, does not answer questions; but it
 # sends no events either, so silence is the sign.
-class WorkerLiveness:
+class HangDetector:
     """State machine that decides whether a group of workers hangs.
 
     Events are expected from the start of a group until it halts or is lost. Only events that the
@@ -101,7 +101,9 @@ class WorkerLiveness:
         self._is_over = False
         self._pids: Mapping[int, tuple[str, int]] = {}
 
-    def handle(self, event: Taken | Look | Killed, now: float) -> list[Kill | Report]:
+    def handle(
+        self, event: EventsReceived | TimeoutCheck | Killed, now: float
+    ) -> list[Kill | Report]:
         """Take an event and return instructions. `Taken` comes at least every two seconds.
 
         Args:
@@ -109,9 +111,9 @@ class WorkerLiveness:
             now: time of a monotonic clock, in seconds.
         """
         match event:
-            case Taken(events):
+            case EventsReceived(events):
                 self._take(events, now)
-            case Look() if self._is_over and self._pids:
+            case TimeoutCheck() if self._is_over and self._pids:
                 kill = Kill(self._pids, self._timeout.silent)
                 self._pids = {}
                 return [kill]

@@ -18,21 +18,21 @@ from typing import Any
 import ray
 from typing_extensions import override
 
-from elastrata.cluster.nodes import ACCELERATOR, NODE_GROUP, nodes
+from elastrata.cluster.nodes import ACCELERATOR, NODE_GROUP, list_nodes
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.events import Event, Paced, Slowed, Started
 from elastrata.step.records import StepRecord
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 from elastrata_pipelines.speeds import (
     FixedSpeeds,
     RankKind,
     RankKinds,
     Speeds,
     SpeedSource,
+    equal_kinds,
     kinds_of_groups,
-    of_groups,
-    one_kind,
-    quantized,
+    paces_of_data_ranks,
+    quantize_speeds,
 )
 from elastrata_pipelines.stream import PREFETCHED_PAYLOADS
 
@@ -49,20 +49,20 @@ STEPS_IN_A_GROUP = STEPS_AHEAD // (PREFETCHED_PAYLOADS + 1)
 _ANSWER_SECONDS, _PAUSE_SECONDS = 10.0, 0.2
 
 
-def names_of(node: Node) -> tuple[str, ...]:
+def node_names(node: Node) -> tuple[str, ...]:
     """Return the names of a node in a recipe: its own ones first, then those of its kind."""
     own_names = (node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"])
     group = (node.get("Labels") or {}).get(NODE_GROUP)
-    return (*own_names, *([group] if group else []), *devices_of(node))
+    return (*own_names, *([group] if group else []), *device_names(node))
 
 
-def devices_of(node: Node) -> list[str]:
+def device_names(node: Node) -> list[str]:
     """Return the names of a node's devices: Ray's name of its GPUs, such as A100; else CPU."""
     names = [r.removeprefix(ACCELERATOR) for r in node["Resources"] if r.startswith(ACCELERATOR)]
     return sorted(names) or ["CPU"]
 
 
-def name_problems(recipe: Recipe, gpus: float) -> list[str]:
+def find_name_problems(recipe: Recipe, gpus: float) -> list[str]:
     """Return a line for each name in `workers.speeds` and `workers.micro_batch_tokens` that no node
     of the cluster has.
 
@@ -81,12 +81,12 @@ def name_problems(recipe: Recipe, gpus: float) -> list[str]:
         )
     factors = {} if isinstance(speeds, str) else speeds
     return [
-        *unknown_names("speeds", factors),
-        *unknown_names("micro_batch_tokens", recipe.workers.micro_batch_tokens),
+        *find_unknown_names("speeds", factors),
+        *find_unknown_names("micro_batch_tokens", recipe.workers.micro_batch_tokens),
     ]
 
 
-def unknown_names(key: str, values: Mapping[str, float]) -> list[str]:
+def find_unknown_names(key: str, values: Mapping[str, float]) -> list[str]:
     """Return a line for each name that no node of the cluster has.
 
     Args:
@@ -95,12 +95,12 @@ def unknown_names(key: str, values: Mapping[str, float]) -> list[str]:
     """
     if not values:
         return []
-    alive = [node for node in nodes() if node["Alive"]]
-    known_names = {name for node in alive for name in names_of(node)}
-    devices = sorted({name for node in alive for name in devices_of(node)})
+    alive = [node for node in list_nodes() if node["Alive"]]
+    known_names = {name for node in alive for name in node_names(node)}
+    devices = sorted({name for node in alive for name in device_names(node)})
     return [
         f"workers.{key}.{name}: {value:.10g}: no node or device of that name in the cluster, whose "
-        f"devices are {', '.join(devices)}{nearest(name, known_names)}"
+        f"devices are {', '.join(devices)}{suggest_nearest(name, known_names)}"
         for name, value in values.items()
         if name not in known_names
     ]
@@ -120,11 +120,11 @@ class FixedFactors:
     def __call__(self, node_ids: Sequence[str]) -> SpeedSource:
         """Return the speeds of a group, given the node of each rank."""
         paces = list(self._paces(node_ids))
-        groups = of_groups(paces, copies=self.copies, repeats=self.repeats)
-        return FixedSpeeds(quantized(groups))
+        groups = paces_of_data_ranks(paces, copies=self.copies, repeats=self.repeats)
+        return FixedSpeeds(quantize_speeds(groups))
 
     def _paces(self, node_ids: Sequence[str]) -> Iterable[float]:
-        by_id = {node["NodeID"]: names_of(node) for node in nodes()}
+        by_id = {node["NodeID"]: node_names(node) for node in list_nodes()}
         for node in node_ids:
             names = [name for name in by_id.get(node, (node,)) if name in self.factors]
             yield self.factors[names[0]] if names else 1.0
@@ -135,7 +135,7 @@ def kinds_by_node(recipe: Recipe) -> Callable[[Sequence[str]], RankKinds]:
     kind if the recipe has a single number of tokens."""
     fewer, parallel = recipe.workers.micro_batch_tokens, recipe.parallel
     if not fewer and all(part.micro_batch_tokens != "auto" for part in recipe.parts):
-        return one_kind
+        return equal_kinds
     return NodeKinds(fewer=fewer, copies=parallel.tensor, repeats=parallel.pipeline)
 
 
@@ -152,13 +152,13 @@ class NodeKinds:
 
     def __call__(self, node_ids: Sequence[str]) -> RankKinds:
         """Return the kinds of a group's data ranks, given the node of each rank."""
-        by_id = {node["NodeID"]: self._kind(node) for node in nodes() if node["Alive"]}
+        by_id = {node["NodeID"]: self._kind(node) for node in list_nodes() if node["Alive"]}
         kinds = tuple(by_id.get(node, RankKind()) for node in node_ids)
         return kinds_of_groups(kinds, copies=self.copies, repeats=self.repeats)
 
     def _kind(self, node: Node) -> RankKind:
-        device = "/".join(devices_of(node))
-        named = [name for name in names_of(node) if name in self.fewer]
+        device = "/".join(device_names(node))
+        named = [name for name in node_names(node) if name in self.fewer]
         if not named:
             return RankKind(device)
         most = self.fewer[named[0]]
@@ -284,15 +284,15 @@ class MeasuredSpeeds:
         paces_here = [known_paces[node] for node in node_ids if node in known_paces]
         median_pace = statistics.median(paces_here) if paces_here else 1.0
         paces = [known_paces.get(node, median_pace) for node in node_ids]
-        groups = of_groups(paces, copies=self.copies, repeats=self.repeats)
-        speeds = quantized(groups) if paces_here else ()
+        groups = paces_of_data_ranks(paces, copies=self.copies, repeats=self.repeats)
+        speeds = quantize_speeds(groups) if paces_here else ()
         # Unix time orders the groups of all controllers of the run.
         key = GroupKey(number=time.time_ns(), num_ranks=len(groups), begins_with=speeds)
-        return SpeedsOfChannel(self.channel, key)
+        return ChannelSpeeds(self.channel, key)
 
 
 @dataclass(frozen=True)
-class SpeedsOfChannel(SpeedSource):
+class ChannelSpeeds(SpeedSource):
     """Speeds from the speed book; a call waits until training comes near the step."""
 
     channel: Any

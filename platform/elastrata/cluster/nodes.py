@@ -24,17 +24,17 @@ ACCELERATOR = "accelerator_type:"
 """Prefix of the resource that a node with GPUs has, before their type."""
 
 
-def draining() -> frozenset[str]:
+def draining_node_ids() -> frozenset[str]:
     """Return the ids of the nodes that are being drained."""
     return frozenset(draining_nodes())
 
 
-def unreachable() -> frozenset[str]:
+def unreachable_node_ids() -> frozenset[str]:
     """Return the ids of the nodes that Ray lists as alive, but whose raylets accept no
     connection."""
     # Ray lists a dead node as alive until it has missed several health checks: 15 s if its raylet
     # was killed, longer if the machine is silent. A connection shows it within 3 s.
-    alive = [node for node in nodes() if node["Alive"]]
+    alive = [node for node in list_nodes() if node["Alive"]]
     if not alive:
         return frozenset()
     with ThreadPoolExecutor(min(len(alive), _MOST_AT_ONCE)) as threads:
@@ -44,19 +44,19 @@ def unreachable() -> frozenset[str]:
     )
 
 
-def nodes() -> list[Mapping[str, Any]]:
+def list_nodes() -> list[Mapping[str, Any]]:
     """Return Ray's description of every node, including dead ones."""
     described: list[Mapping[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return described
 
 
-def elsewhere(avoided: Iterable[str]) -> dict[str, str] | None:
+def selector_excluding(avoided: Iterable[str]) -> dict[str, str] | None:
     """Return a label selector for all nodes but these; None if none is avoided."""
     ids = sorted(avoided)
     return {NODE_ID_LABEL_KEY: f"!in({', '.join(ids)})"} if ids else None
 
 
-def only_on(node: str) -> dict[str, str]:
+def selector_for(node: str) -> dict[str, str]:
     """Return a label selector for one node, by its id."""
     return {NODE_ID_LABEL_KEY: node}
 
@@ -68,7 +68,7 @@ def peaks_by_node(peaks: Mapping[str, float]) -> dict[str, float]:
         peaks: FLOP/s by GPU family.
     """
     by_node = {}
-    for node in nodes():
+    for node in list_nodes():
         types = [name.removeprefix(ACCELERATOR) for name in node["Resources"]]
         node_peaks = [peaks[family] for family in peaks if family in types]
         if node_peaks:
@@ -83,12 +83,12 @@ def _answers(node: Mapping[str, Any]) -> bool:
     return False
 
 
-def launches_nodes() -> bool:
+def has_autoscaler() -> bool:
     """Return True if an autoscaler launches the cluster's nodes on demand."""
-    return any(NODE_GROUP in (node.get("Labels") or {}) for node in nodes() if node["Alive"])
+    return any(NODE_GROUP in (node.get("Labels") or {}) for node in list_nodes() if node["Alive"])
 
 
-def refuses() -> bool:
+def autoscaler_refuses() -> bool:
     """Return True if the autoscaler can never meet all requests; then it launches nothing."""
     try:
         return is_infeasible(_SECONDS_TO_ANSWER)

@@ -23,7 +23,7 @@ from typing import Any
 import ray
 
 from elastrata.cluster.processes import PROCESSES, children, environment, title
-from elastrata.cluster.ray_internals import SETUP_HOOK, prestart
+from elastrata.cluster.ray_internals import SETUP_HOOK, request_process
 from elastrata.workload.installed import expand_segments
 
 # This file is imported at the birth of every process of a run, so it imports nothing heavy.
@@ -66,12 +66,12 @@ def import_ahead() -> None:
             print(f"not imported ahead: {module}: {error!r}", file=sys.stderr)
 
 
-def affordable(count: int, free_bytes: int) -> int:
+def count_affordable(count: int, free_bytes: int) -> int:
     """Return `count` if that many spares leave as much memory free as they take; else 0."""
     return count if free_bytes >= 2 * count * SPARE_BYTES else 0
 
 
-class Spares:
+class SparePool:
     """Idle processes like the caller's on the caller's node, kept available while the caller lives.
 
     The caller is a task or an actor whose environment is a `runtime_env` of this module. The next
@@ -99,7 +99,7 @@ class Spares:
         self._closed.set()
 
     def _watch(self) -> None:
-        orders = Orders(self._count, after=self._after)
+        orders = SpareRequests(self._count, after=self._after)
         while not self._closed.wait(_SECONDS_BETWEEN_LOOKS):
             if orders.is_due(_find_own(_is_idle), _find_own(_is_starting), time.monotonic()):
                 with contextlib.suppress(Exception):  # a spare is a convenience; asked for again
@@ -108,7 +108,7 @@ class Spares:
 
 # A raylet starts few processes at a time and serves requests in order: with several requests
 # pending, the actors that a run waits for would start last.
-class Orders:
+class SpareRequests:
     """Decides when to request a spare from a raylet; the clock is passed in.
 
     Only one request is pending at a time, and none is made while a group starts.
@@ -150,7 +150,7 @@ class Orders:
         return True
 
 
-def waiting() -> list[int]:
+def find_spares() -> list[int]:
     """Return the process ids of the caller's spares: on its node, of its environment and job, idle
     or starting.
 
@@ -189,4 +189,4 @@ def _start_one() -> None:
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     node = next(node for node in nodes if node["NodeID"] == node_id)
     address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
-    prestart(address, keep_seconds=SECONDS_KEPT, seconds=_SECONDS_TO_ANSWER)
+    request_process(address, keep_seconds=SECONDS_KEPT, seconds=_SECONDS_TO_ANSWER)

@@ -65,12 +65,12 @@ def is_infeasible(seconds: float) -> bool:
     return bool(reply.autoscaling_state.infeasible_cluster_resource_constraints)
 
 
-def keep(key: str, value: str) -> None:
+def store_value(key: str, value: str) -> None:
     """Store a value in the cluster's key-value store."""
     internal_kv._internal_kv_put(key, value.encode())
 
 
-def kept(key: str) -> str | None:
+def read_value(key: str) -> str | None:
     """Return the value of a key in the cluster's key-value store; None if it has none."""
     value: Any = internal_kv._internal_kv_get(key)
     return value.decode() if value else None
@@ -91,7 +91,7 @@ def placement_groups_of(actor: str) -> list[bytes]:
     ]
 
 
-def prestart(address: str, *, keep_seconds: float, seconds: float) -> None:
+def request_process(address: str, *, keep_seconds: float, seconds: float) -> None:
     """Request an idle process with the caller's runtime environment and job from a raylet.
 
     Args:

@@ -39,7 +39,7 @@ class GroupRuns:
 
 
 @dataclass(frozen=True)
-class NodesSeen:
+class NodesObserved:
     """The answer to `Look.NODES`."""
 
     leaving: frozenset[str]
@@ -59,7 +59,7 @@ class SizeProposed:
 
 
 @dataclass(frozen=True)
-class RoomSeen:
+class CapacityObserved:
     """The answer to `Look.ROOM`."""
 
     workers: int
@@ -67,7 +67,7 @@ class RoomSeen:
 
 
 @dataclass(frozen=True)
-class HaltSeen:
+class HaltObserved:
     """The answer to `Look.HALT`."""
 
     has_halted: bool
@@ -75,7 +75,7 @@ class HaltSeen:
 
 
 @dataclass(frozen=True)
-class DemandSeen:
+class DemandObserved:
     """The answer to `Look.DEMAND` if an autoscaler launches the cluster's nodes."""
 
     most: int
@@ -86,7 +86,7 @@ class DemandSeen:
     """True if the autoscaler reports that it cannot meet the request."""
 
 
-class Look(Enum):
+class Observe(Enum):
     """An instruction to inspect the cluster."""
 
     CLUSTER = "which nodes are about to go, or do not answer"
@@ -135,10 +135,10 @@ class Pause:
     seconds: float
 
 
-Seen = NodesSeen | SizeProposed | RoomSeen | HaltSeen | DemandSeen
+Observation = NodesObserved | SizeProposed | CapacityObserved | HaltObserved | DemandObserved
 """The events that answer a `Look`."""
-ScalingEvent = ControllerStarted | NoGroup | GroupRuns | Seen
-Instruction = Look | Signal | Withdraw | Demand | Resize | StartGroup | Pause
+ScalingEvent = ControllerStarted | NoGroup | GroupRuns | Observation
+Instruction = Observe | Signal | Withdraw | Demand | Resize | StartGroup | Pause
 
 
 class ScalingMachine:
@@ -182,30 +182,30 @@ class ScalingMachine:
             case NoGroup():
                 return self._handle_no_group(now)
             case GroupRuns():
-                look = Look.HALT if self._halt else Look.NODES
+                look = Observe.HALT if self._halt else Observe.NODES
                 return [*self._look_at_demand(now), look]
-            case NodesSeen():
+            case NodesObserved():
                 return self._handle_nodes(event.leaving, now)
             case SizeProposed():
                 return self._handle_size(event, now)
-            case RoomSeen():
+            case CapacityObserved():
                 return self._handle_room(event.workers, now)
-            case HaltSeen():
+            case HaltObserved():
                 return self._handle_halt(event.has_halted, now)
-            case DemandSeen():
+            case DemandObserved():
                 return self._demands.handle(event, now)
 
     def _handle_no_group(self, now: float) -> list[Instruction]:
         withdrawal = self._withdraw() if self._halt else []
         if not self._begin_check(now):  # Ray's loop does not pause while there is no group
             return [*withdrawal, Pause(_PAUSE_SECONDS)]
-        return [*withdrawal, Look.CLUSTER, *self._look_at_demand(now), StartGroup()]
+        return [*withdrawal, Observe.CLUSTER, *self._look_at_demand(now), StartGroup()]
 
     def _handle_nodes(self, leaving: frozenset[str], now: float) -> list[Instruction]:
         self._leaving = leaving
         if not leaving:
-            return [Look.SIZE]
-        return [Look.ROOM] if self._begin_check(now) else []
+            return [Observe.SIZE]
+        return [Observe.ROOM] if self._begin_check(now) else []
 
     def _handle_size(self, event: SizeProposed, now: float) -> list[Instruction]:
         # Others than Ray Train may hold a part of the reserved resources.
@@ -238,13 +238,13 @@ class ScalingMachine:
     def _ask_to_halt(self, reason: str, text: str, now: float) -> list[Instruction]:
         self._halt = ControlSignal(action=Action.HALT, reason=reason, text=text)
         self._deadline = now + self._grace_seconds
-        return [Look.HALT]
+        return [Observe.HALT]
 
     def _handle_halt(self, has_halted: bool, now: float) -> list[Instruction]:
         if self._halt and not has_halted and now < self._deadline:
             # Repeated: the process that received it may have died.
             return [Signal(self._halt)]
-        return [Look.ROOM]
+        return [Observe.ROOM]
 
     def _withdraw(self) -> list[Instruction]:
         self._halt = None
@@ -262,7 +262,7 @@ class ScalingMachine:
         if now - self._demand_checked_at < SECONDS_BETWEEN_LOOKS:
             return []
         self._demand_checked_at = now
-        return [Look.DEMAND]
+        return [Observe.DEMAND]
 
 
 # Ray's autoscaler launches no node at all if a request exceeds what its cluster may ever have, or
@@ -281,7 +281,7 @@ class _Demands:
         self._demanded_at = self._refused_at = float("-inf")
         self._refused: int | None = None
 
-    def handle(self, event: DemandSeen, now: float) -> list[Instruction]:
+    def handle(self, event: DemandObserved, now: float) -> list[Instruction]:
         waited = now - self._demanded_at
         demanded = self._demanded or 0
         # Earlier, the autoscaler's status may be about the previous demand.
@@ -308,7 +308,7 @@ class _Demands:
 # of nodes is the order of ranks, and neighbours share a pipeline stage or have adjacent ones.
 
 
-def place(rooms: Mapping[str, int], workers: int, tensor: int) -> list[str] | None:
+def place_workers(rooms: Mapping[str, int], workers: int, tensor: int) -> list[str] | None:
     """Return the node of each worker, in the order of ranks; None if not all workers fit.
 
     Whole tensor groups are placed first, node by node. The remaining workers fill the rest of each
@@ -331,12 +331,12 @@ def place(rooms: Mapping[str, int], workers: int, tensor: int) -> list[str] | No
     return [node for node in order for _ in range(counts[node])]
 
 
-def in_whole_groups(rooms: Sequence[int], tensor: int) -> int:
+def count_in_whole_groups(rooms: Sequence[int], tensor: int) -> int:
     """Return how many workers fit in tensor groups that are each on a single node."""
     return sum(room - room % tensor for room in rooms)
 
 
-def split_groups(nodes: Sequence[str], tensor: int) -> int:
+def count_split_groups(nodes: Sequence[str], tensor: int) -> int:
     """Return the number of tensor groups whose workers are on several nodes.
 
     Args:
@@ -347,7 +347,7 @@ def split_groups(nodes: Sequence[str], tensor: int) -> int:
     return sum(len(set(group)) > 1 for group in groups)
 
 
-def in_order(
+def sort_by_speed(
     rooms: Mapping[str, int], peaks: Mapping[str, float], *, fastest_first: bool
 ) -> dict[str, int]:
     """Return the nodes sorted by the speed of their devices, then with the largest room first.
@@ -362,9 +362,9 @@ def in_order(
     return {node: rooms[node] for node in order}
 
 
-def split_line(nodes: Sequence[str], tensor: int) -> str:
+def split_groups_warning(nodes: Sequence[str], tensor: int) -> str:
     """Return a warning about tensor groups that are split over nodes; empty if none is."""
-    num_split = split_groups(nodes, tensor)
+    num_split = count_split_groups(nodes, tensor)
     if not num_split:
         return ""
     return (

@@ -15,17 +15,17 @@ from typing import Any
 import ray
 from typing_extensions import override
 
-from elastrata.cluster.channel import tell
+from elastrata.cluster.channel import send_event
 from elastrata.cluster.leaked_placement_groups import note_controller
 from elastrata.cluster.nodes import (
-    draining,
-    elsewhere,
-    launches_nodes,
-    nodes,
-    only_on,
+    autoscaler_refuses,
+    draining_node_ids,
+    has_autoscaler,
+    list_nodes,
     peaks_by_node,
-    refuses,
-    unreachable,
+    selector_excluding,
+    selector_for,
+    unreachable_node_ids,
 )
 from elastrata.cluster.ray_internals import free_resources
 from elastrata.cluster.ray_train_internals import (
@@ -39,28 +39,28 @@ from elastrata.cluster.ray_train_internals import (
     get_or_create_autoscaling_coordinator,
 )
 from elastrata.cluster.scaling_machine import (
+    CapacityObserved,
     ControllerStarted,
     Demand,
-    DemandSeen,
+    DemandObserved,
     GroupRuns,
-    HaltSeen,
+    HaltObserved,
     Instruction,
-    Look,
-    NodesSeen,
+    NodesObserved,
     NoGroup,
+    Observation,
+    Observe,
     Pause,
     Resize,
-    RoomSeen,
     ScalingEvent,
     ScalingMachine,
-    Seen,
     Signal,
     SizeProposed,
     StartGroup,
     Withdraw,
-    in_order,
-    in_whole_groups,
-    place,
+    count_in_whole_groups,
+    place_workers,
+    sort_by_speed,
 )
 from elastrata.cluster.staying_workers import WorkerPlaces
 from elastrata.step.events import Action, Warned
@@ -152,7 +152,7 @@ class GracefulScalingPolicy(ControllerCallback):
             self._client.cancel_resource_request()
 
     @property
-    def avoided(self) -> frozenset[str]:
+    def avoided_nodes(self) -> frozenset[str]:
         """Ids of the nodes that get no workers, as of the newest decision."""
         return self._avoided
 
@@ -182,7 +182,7 @@ class GracefulScalingPolicy(ControllerCallback):
 
     def _carry_out(self, instruction: Instruction) -> ScalingDecision | None:
         match instruction:
-            case Look():
+            case Observe():
                 answer = self._look(instruction)
                 return self._feed(answer) if answer else None
             case Signal(signal):
@@ -204,25 +204,25 @@ class GracefulScalingPolicy(ControllerCallback):
                 time.sleep(seconds)
         return None
 
-    def _look(self, look: Look) -> Seen | None:
+    def _look(self, look: Observe) -> Observation | None:
         match look:
-            case Look.CLUSTER:
-                self._avoided = self._exclude_slow(draining() | unreachable())
+            case Observe.CLUSTER:
+                self._avoided = self._exclude_slow(draining_node_ids() | unreachable_node_ids())
                 return None
-            case Look.NODES:
+            case Observe.NODES:
                 own_nodes = {worker.metadata.node_id for worker in self._group.workers}
-                self._own_nodes, leaving = frozenset(own_nodes), draining()
+                self._own_nodes, leaving = frozenset(own_nodes), draining_node_ids()
                 # Slowness alone does not end a running group: its slow nodes stay until the next
                 # resize.
                 self._avoided = leaving | (self._exclude_slow(leaving) - self._own_nodes)
-                return NodesSeen(leaving & self._own_nodes)
-            case Look.SIZE:
+                return NodesObserved(leaving & self._own_nodes)
+            case Observe.SIZE:
                 return self._propose_size()
-            case Look.ROOM:
-                return RoomSeen(self._count_possible_now())
-            case Look.HALT:
-                return HaltSeen(bool(self._call("has_halted")))
-            case Look.DEMAND:
+            case Observe.ROOM:
+                return CapacityObserved(self._count_possible_now())
+            case Observe.HALT:
+                return HaltObserved(bool(self._call("has_halted")))
+            case Observe.DEMAND:
                 return self._demand()
 
     def _propose_size(self) -> SizeProposed | None:
@@ -256,24 +256,24 @@ class GracefulScalingPolicy(ControllerCallback):
         places = self._group.placement_group_handle
         if more <= 0 or not isinstance(places, WorkerPlaces) or self.places_by_rules:
             return False
-        have_started = places.prepare(more, elsewhere(self._avoided))
+        have_started = places.prepare(more, selector_excluding(self._avoided))
         if have_started is None:
             self._proposed = None
         return not have_started
 
-    def _demand(self) -> DemandSeen | None:
-        if not launches_nodes():
+    def _demand(self) -> DemandObserved | None:
+        if not has_autoscaler():
             return None
         running = self._group.num_workers if self._group else 0
-        return DemandSeen(
+        return DemandObserved(
             most=self._num_wanted(),
             have=max(running, self._reserved_count),
-            is_refused=refuses(),
+            is_refused=autoscaler_refuses(),
         )
 
     def _count_possible_now(self) -> int:
         """Return the number of workers that fit, from a fresh view of the cluster."""
-        self._avoided = self._exclude_slow(draining() | unreachable())
+        self._avoided = self._exclude_slow(draining_node_ids() | unreachable_node_ids())
         self._request_room()
         self._reserved_at = float("-inf")
         return self._count_reserved() or 0
@@ -284,13 +284,13 @@ class GracefulScalingPolicy(ControllerCallback):
         slow = self._slow.nodes() - avoided if self._slow else frozenset()
         if not slow:
             return avoided
-        staying = [n for n in nodes() if n["Alive"] and n["NodeID"] not in avoided | slow]
+        staying = [n for n in list_nodes() if n["Alive"] and n["NodeID"] not in avoided | slow]
         room = sum(self._room(node["Resources"]) for node in staying)
         return avoided if room < self.scaling_config.min_workers else avoided | slow
 
     def _count_free(self) -> int:
         """Return the number of additional workers that fit into unclaimed resources."""
-        avoided = self._avoided | unreachable()
+        avoided = self._avoided | unreachable_node_ids()
         # The reservation covers Ray Train alone; other tasks and actors may hold resources.
         return sum(self._room(r) for node, r in free_resources().items() if node not in avoided)
 
@@ -327,7 +327,7 @@ class GracefulScalingPolicy(ControllerCallback):
     def _num_wanted(self) -> int:
         """Return the most workers, plus those on the run's own nodes that are leaving."""
         leaving = self._avoided & self._own_nodes
-        room = sum(self._room(n["Resources"]) for n in nodes() if n["NodeID"] in leaving)
+        room = sum(self._room(n["Resources"]) for n in list_nodes() if n["NodeID"] in leaving)
         return self.scaling_config.max_workers + min(room, self.scaling_config.max_workers)
 
     def count_possible(self, reserved: Mapping[str, Mapping[str, float]]) -> int:
@@ -335,7 +335,7 @@ class GracefulScalingPolicy(ControllerCallback):
         groups."""
         staying = [r for node, r in reserved.items() if node not in self._avoided]
         rooms = [self._room(resources) for resources in staying]
-        count = in_whole_groups(rooms, self._tensor)
+        count = count_in_whole_groups(rooms, self._tensor)
         # Split groups are slower, but better than no training.
         if count < max(self.scaling_config.min_workers, self._multiple):
             count = sum(rooms)
@@ -357,9 +357,9 @@ class GracefulScalingPolicy(ControllerCallback):
             nodes_by_rank = self._place_workers(num_workers)
             self._was_placed = nodes_by_rank is not None
             if nodes_by_rank:
-                return [only_on(node) for node in nodes_by_rank]
+                return [selector_for(node) for node in nodes_by_rank]
         self._was_placed = False
-        selector = elsewhere(self._avoided)
+        selector = selector_excluding(self._avoided)
         return [selector] * num_workers if selector else None
 
     def _place_workers(self, num_workers: int) -> list[str] | None:
@@ -371,8 +371,8 @@ class GracefulScalingPolicy(ControllerCallback):
             if node not in self._avoided
         }
         peaks = peaks_by_node(self._peaks) if self._peaks else {}
-        ordered = in_order(rooms, peaks, fastest_first=self._fastest_first)
-        return place(ordered, num_workers, self._tensor)
+        ordered = sort_by_speed(rooms, peaks, fastest_first=self._fastest_first)
+        return place_workers(ordered, num_workers, self._tensor)
 
     def _room(self, resources: Mapping[str, float]) -> int:
         """Return the number of workers that fit into the resources of one node."""
@@ -422,6 +422,6 @@ class SlowNodes:
                 f"workers.exclude_slower_than ({self._limit:g}): left out from the next resize on, "
                 "where enough workers have room elsewhere"
             )
-            tell(self._channel, Warned(text=text))
+            send_event(self._channel, Warned(text=text))
         self._known = frozenset(slow)
         return self._known

@@ -12,12 +12,12 @@ from typing import Any
 from ray.data import Dataset
 
 from elastrata.checkpoints.replicas.replicas import Replicas
-from elastrata.cluster.channel import tell
+from elastrata.cluster.channel import send_event
 from elastrata.cluster.ray_train_internals import WorkerGroupCallback
 from elastrata.step.events import Warned
-from elastrata.trainer.resume import ResumePoint, newest_state
+from elastrata.trainer.resume import ResumePoint, find_resume_point
 from elastrata_pipelines.phase import Phase
-from elastrata_pipelines.retry import patiently
+from elastrata_pipelines.retry import retry_storage_action
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import descriptors
 
@@ -54,8 +54,8 @@ class Source(WorkerGroupCallback):
     def __call__(self) -> Dataset:
         """Return the descriptors from the newest intact state, in memory or on storage, to the last
         step. Ray Train calls it before `after_worker_group_start`."""
-        self._newest = patiently(
-            lambda: newest_state(self._run, self._replicas, self._warn),
+        self._newest = retry_storage_action(
+            lambda: find_resume_point(self._run, self._replicas, self._warn),
             "the newest state",
             self._warn,
         )
@@ -67,10 +67,10 @@ class Source(WorkerGroupCallback):
         worker_group.execute(_set_resume_point, self._newest)
 
     def _warn(self, line: str) -> None:
-        tell(self._channel, Warned(text=line))
+        send_event(self._channel, Warned(text=line))
 
 
-def resume_point() -> ResumePoint:
+def get_resume_point() -> ResumePoint:
     """In a training worker: return the state that its group resumes from."""
     assert _resume_point is not None
     return _resume_point

@@ -192,7 +192,7 @@ class WorkerPlaces(PlacementGroupHandle):
         self.newcomers = None
         return None
 
-    def hurry(self) -> None:
+    def limit_wait(self) -> None:
         """Shorten the time to wait for further places: workers that stay are idle meanwhile."""
         self._seconds_to_wait = _SECONDS_TO_START
 
@@ -228,7 +228,7 @@ class WorkerPlaces(PlacementGroupHandle):
 _is_let_go, _is_aborted = Event(), Event()
 
 
-class LetGoError(Exception):
+class ReleasedError(Exception):
     """The group has ended, and this process may serve in the next one."""
 
 
@@ -238,12 +238,12 @@ def join_group() -> None:
     _is_aborted.clear()
 
 
-def is_let_go(seconds: float) -> bool:
+def wait_for_release(seconds: float) -> bool:
     """In a worker with no work left: return True if it has to leave within that time."""
     return _is_let_go.wait(seconds)
 
 
-def refuse_aborted() -> None:
+def raise_if_aborted() -> None:
     """Stop the training thread before it records or sends a result of an aborted collective.
 
     Raises:
@@ -253,10 +253,10 @@ def refuse_aborted() -> None:
     # tensor then holds any mix of input, partial sums and old memory, and no call has failed. The
     # flag is set before the abort, so every value that is read after the abort is rejected.
     if _is_aborted.is_set():
-        raise LetGoError
+        raise ReleasedError
 
 
-def leave(seconds: float) -> bool:
+def leave_group(seconds: float) -> bool:
     """In a worker: wait for its training to end, and free all resources of its group.
 
     Args:
@@ -282,7 +282,7 @@ def leave(seconds: float) -> bool:
     return True
 
 
-def release(error: BaseException | None) -> None:
+def free_frames(error: BaseException | None) -> None:
     """Free the objects that an error's frames refer to: model, stream, process groups."""
     while error:
         # Ray Train keeps the error, and with it the frames of the training thread.
@@ -294,7 +294,7 @@ def release(error: BaseException | None) -> None:
 
 
 @dataclass(frozen=True)
-class Stayed:
+class RemainingWorkers:
     """The remaining workers of a group, for the next one."""
 
     workers: Sequence[Worker]
@@ -319,10 +319,10 @@ class Handover(WorkerGroupCallback, ControllerCallback):
         self._policy = policy
         self._group: Any = None
         self._wanted = 0
-        self._leaving: tuple[list[Worker], Stayed, bool] | None = None
-        self._stayed: Stayed | None = None
+        self._leaving: tuple[list[Worker], RemainingWorkers, bool] | None = None
+        self._stayed: RemainingWorkers | None = None
 
-    def take(self) -> Stayed | None:
+    def take(self) -> RemainingWorkers | None:
         """Return the workers that the last group has left, once."""
         stayed, self._stayed = self._stayed, None
         return stayed
@@ -353,7 +353,7 @@ class Handover(WorkerGroupCallback, ControllerCallback):
         state, policy = self._group.get_worker_group_state(), self._policy
         workers: list[Worker] = list(state.workers)
         errors, ranks = _errors_by_rank(self._group), range(len(workers))
-        leaving = {rank for rank in ranks if workers[rank].metadata.node_id in policy.avoided}
+        leaving = {rank for rank in ranks if workers[rank].metadata.node_id in policy.avoided_nodes}
         failed = {rank for rank, error in errors.items() if not is_victim(error)}
         staying = [rank for rank in ranks if rank not in leaving | failed][:num_wanted]
         if not staying or (policy.places_by_rules and (num_wanted != len(workers) or leaving)):
@@ -373,7 +373,7 @@ class Handover(WorkerGroupCallback, ControllerCallback):
         # Every error is a victim's: the cause is unknown, so if all workers answer, none is
         # trusted.
         is_unexplained = bool(errors) and len(staying_workers) == len(workers)
-        self._leaving = staying_workers, Stayed((), coming, places), is_unexplained
+        self._leaving = staying_workers, RemainingWorkers((), coming, places), is_unexplained
 
     @override
     def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
@@ -388,7 +388,7 @@ class Handover(WorkerGroupCallback, ControllerCallback):
         if not remaining or (is_unexplained and len(remaining) == len(workers)):
             rest.places.shutdown()
         else:
-            self._stayed = Stayed(remaining, rest.coming, rest.places)
+            self._stayed = RemainingWorkers(remaining, rest.coming, rest.places)
 
 
 class StayingWorkerGroup(PlacedWorkerGroup):
@@ -419,7 +419,7 @@ class StayingWorkerGroup(PlacedWorkerGroup):
         # The old places may be too many or too few for the new group.
         places.free(free[missing:])
         places.reserve(selectors[: max(0, missing - len(free))])
-        places.hurry()
+        places.limit_wait()
         return places
 
     @override
@@ -462,7 +462,7 @@ def _place(worker: Worker) -> int:
 def _wait_until_left(workers: Sequence[Worker]) -> list[Worker]:
     """Return the workers that have left their group in time; kill the others."""
     calls: dict[Any, Worker] = {
-        worker.execute_async(leave, _SECONDS_TO_LEAVE): worker for worker in workers
+        worker.execute_async(leave_group, _SECONDS_TO_LEAVE): worker for worker in workers
     }
     done, late = ray.wait(list(calls), num_returns=len(calls), timeout=_SECONDS_TO_LEAVE + 1)
     killed = [calls[call] for call in late]

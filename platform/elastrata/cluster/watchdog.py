@@ -18,12 +18,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastrata.cluster.hang_detection import (
     NO_ANSWER,
+    EventsReceived,
+    HangDetector,
     Kill,
     Killed,
-    Look,
     Report,
-    Taken,
-    WorkerLiveness,
+    TimeoutCheck,
 )
 from elastrata.cluster.processes import PROCESSES, state
 from elastrata.step.events import Event, Lost
@@ -41,17 +41,17 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float, report: Callable[[Lost], None]) -> None:
-        self._liveness = WorkerLiveness(seconds)
+        self._liveness = HangDetector(seconds)
         self._report = report
         self._lock = Lock()
         self._closed = Flag()
         self._thread = Thread(target=self._watch, name="elastrata-watchdog", daemon=True)
         self._thread.start()
 
-    def hear(self, events: Sequence[Event]) -> None:
+    def receive(self, events: Sequence[Event]) -> None:
         """Take events as they arrive. Call it at least every two seconds, without events if there
         certainly were none."""
-        self._feed(Taken(tuple(events)))
+        self._feed(EventsReceived(tuple(events)))
 
     def close(self) -> None:
         """Stop watching."""
@@ -60,20 +60,20 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
-            self._feed(Look())
+            self._feed(TimeoutCheck())
 
-    def _feed(self, event: Taken | Look | Killed) -> None:
+    def _feed(self, event: EventsReceived | TimeoutCheck | Killed) -> None:
         with self._lock:
             instructions = self._liveness.handle(event, time.monotonic())
         for instruction in instructions:
             match instruction:
                 case Kill():
-                    self._feed(Killed(instruction, kill(instruction.pids)))
+                    self._feed(Killed(instruction, kill_processes(instruction.pids)))
                 case Report():
                     self._report(instruction.lost)
 
 
-def kill(pids: Mapping[int, tuple[str, int]]) -> dict[int, str]:
+def kill_processes(pids: Mapping[int, tuple[str, int]]) -> dict[int, str]:
     """Kill processes on their nodes, stopped ones too.
 
     Args:

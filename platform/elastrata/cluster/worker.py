@@ -18,26 +18,26 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from elastrata.checkpoints.commit import MARKER, Commit, CommitStorage
-from elastrata.cluster.channel import Sender, tell
+from elastrata.cluster.channel import Sender, send_event
 from elastrata.cluster.failure_attribution import is_victim
 from elastrata.cluster.job import Job
 from elastrata.cluster.node_speeds import kinds_by_node
-from elastrata.cluster.prestarted import SPARE_BYTES, Spares, affordable
-from elastrata.cluster.scaling_machine import split_line
-from elastrata.cluster.source import resume_point
+from elastrata.cluster.prestarted import SPARE_BYTES, SparePool, count_affordable
+from elastrata.cluster.scaling_machine import split_groups_warning
+from elastrata.cluster.source import get_resume_point
 from elastrata.cluster.staying_workers import (
-    LetGoError,
-    is_let_go,
+    ReleasedError,
+    free_frames,
     join_group,
-    refuse_aborted,
-    release,
+    raise_if_aborted,
+    wait_for_release,
 )
 from elastrata.device.capabilities import current_device, device_name, spare_bytes
 from elastrata.parallel.mesh import DataRank, data_rank
 from elastrata.parallel.parallelize import ParallelConfig
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
-from elastrata.run.history import take_over
+from elastrata.run.history import prepare_attempt
 from elastrata.step.events import (
     Action,
     ControlSignal,
@@ -53,16 +53,16 @@ from elastrata.step.events import (
 )
 from elastrata.step.records import StepRecord, Stopwatch
 from elastrata.step.target import is_over
-from elastrata.trainer.autotune import what_fits
-from elastrata.trainer.balancing import Pacing, RankPlace, idle_ranks
-from elastrata.trainer.build_model import looked_for, missing_here
+from elastrata.trainer.autotune import describe_fitting_choices
+from elastrata.trainer.balancing import PaceMonitor, RankPlace, idle_rank_lines
+from elastrata.trainer.build_model import missing_features, probe_capabilities
 from elastrata.trainer.checkpoint_manager import CheckpointManager, Saving
-from elastrata.trainer.evaluation import HeldOut
+from elastrata.trainer.evaluation import HeldOutData
 from elastrata.trainer.reporter import Reporter
 from elastrata.trainer.resume import ResumePoint
-from elastrata.trainer.trainer import Trainer, agreed
+from elastrata.trainer.trainer import Trainer, broadcast_value
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.retry import patiently
+from elastrata_pipelines.retry import retry_storage_action
 from elastrata_pipelines.speeds import RankKinds
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream
@@ -85,7 +85,7 @@ def train_worker(config: dict[str, Any]) -> None:
     sender = WorkerSender(job.channel, rank=ray.train.get_context().get_world_rank())
     try:
         _train(job, sender)
-    except LetGoError:
+    except ReleasedError:
         return
     except UserError as error:
         sender.send(Refused(problems=error.problems))
@@ -96,7 +96,7 @@ def train_worker(config: dict[str, Any]) -> None:
         raise
     except torch.OutOfMemoryError as error:
         # A restart would run out of memory again, so the run ends, with advice.
-        refused = UserError(what_fits(job.recipe, job.phases))
+        refused = UserError(describe_fitting_choices(job.recipe, job.phases))
         sender.send(Refused(problems=refused.problems))
         raise refused from error
     except Exception as error:
@@ -104,7 +104,7 @@ def train_worker(config: dict[str, Any]) -> None:
             # The controller names the rank whose error arrives first.
             threading.Event().wait(_VICTIMS_SECONDS)
         # Ray Train keeps the error while this process waits for the next group.
-        release(error)
+        free_frames(error)
         raise
     finally:
         sender.close()
@@ -117,7 +117,7 @@ class WorkerSender(Sender):
     def send(self, event: Event) -> None:
         if isinstance(event, StepRecord | Evaluated):
             # Results are sent before they are recorded, so no invalid result reaches the history.
-            refuse_aborted()
+            raise_if_aborted()
         super().send(event)
 
 
@@ -131,16 +131,16 @@ def _train(job: Job, sender: Sender) -> None:
     torch.set_num_threads(recipe.workers.threads or _count_threads(group.per_node))
     kinds = kinds_by_node(recipe)(group.nodes)
     trainer, stream = _build(job, group, kinds, stopwatch)
-    resumed = resume_point()
+    resumed = get_resume_point()
     commit = _read_commit(job, resumed)
     # Only rank 0 reads and writes the run's history.
-    number = agreed(_number_attempt(job.run, commit, sender) if group.rank == 0 else None)
+    number = broadcast_value(_number_attempt(job.run, commit, sender) if group.rank == 0 else None)
     _load_state(trainer, job, resumed, commit)
     if recipe.is_automatic:
         # Sizes that ran out of memory in an earlier attempt are not tried again.
-        trainer.avoid(agreed(_read_ran_out(job.run, sender) if group.rank == 0 else None))
-    stopwatch.passed("state")
-    held_out = HeldOut(
+        trainer.avoid(broadcast_value(_read_ran_out(job.run, sender) if group.rank == 0 else None))
+    stopwatch.end_phase("state")
+    held_out = HeldOutData(
         job.phases,
         job.held_out,
         recipe.evaluation,
@@ -149,7 +149,7 @@ def _train(job: Job, sender: Sender) -> None:
         has_parent=job.parent is not None,
         kinds=kinds,
     )
-    stopwatch.passed("held_out")
+    stopwatch.end_phase("held_out")
     reporter = Reporter(job.run, sender, attempt=number, rank=group.rank)
     with _make_manager(job, group, number, trainer, reporter) as manager:
         reporter.on_start(
@@ -166,7 +166,7 @@ def _train(job: Job, sender: Sender) -> None:
         )
         _send_layout_warnings(recipe, group, sender)
         if spares and _is_first_time("spares"):
-            Spares(spares, after=SPARES_AFTER_SECONDS)
+            SparePool(spares, after=SPARES_AFTER_SECONDS)
         if commit and is_over(
             commit.step, commit.evaluation, steps=recipe.steps_in_all, target=recipe.target
         ):
@@ -174,7 +174,7 @@ def _train(job: Job, sender: Sender) -> None:
             if resumed.tier == "hot":
                 manager.save_resumed(_to_saving(commit))
         else:
-            pacing = Pacing(
+            pacing = PaceMonitor(
                 group.places,
                 group.data_ranks,
                 deals=recipe.workers.speeds == "measured",
@@ -190,7 +190,7 @@ def _train(job: Job, sender: Sender) -> None:
                 on_times=pacing,
             )
             for step in steps:
-                for line in idle_ranks(step.record.speeds, step.record.batch_samples):
+                for line in idle_rank_lines(step.record.speeds, step.record.batch_samples):
                     sender.send(Warned(text=line))
                 if step.action >= Action.HALT and not step.is_last:
                     _wait_for_end(manager.halt(step.action), recipe.checkpoint.grace_seconds)
@@ -204,7 +204,7 @@ def _build(
     token_dtype = job.phases[0].batches.manifest.token_dtype
     with ThreadPoolExecutor(1) as background:
         opening = background.submit(RankStream, ray.train.get_dataset_shard(STREAM), token_dtype)
-        stopwatch.passed("shard")
+        stopwatch.end_phase("shard")
         trainer = Trainer(
             job.recipe,
             job.phases,
@@ -214,9 +214,9 @@ def _build(
             place=group.data,
             kinds=kinds,
         )
-        stopwatch.passed("model")
+        stopwatch.end_phase("model")
         stream = opening.result()
-        stopwatch.passed("data")
+        stopwatch.end_phase("data")
     return trainer, stream
 
 
@@ -246,10 +246,10 @@ def _make_manager(
 def _send_layout_warnings(recipe: Recipe, group: Membership, sender: Sender) -> None:
     """Report tensor groups that are split over nodes, and each substitution that any rank makes for
     something that the recipe asks for."""
-    if group.rank == 0 and (line := split_line(group.nodes, recipe.parallel.tensor)):
+    if group.rank == 0 and (line := split_groups_warning(group.nodes, recipe.parallel.tensor)):
         sender.send(Warned(text=line))
-    own_lines = missing_here(recipe, looked_for(recipe, group.device))
-    lines = (line for lines in of_all_ranks(own_lines, group.world_size) for line in lines)
+    own_lines = missing_features(recipe, probe_capabilities(recipe, group.device))
+    lines = (line for lines in gather_from_ranks(own_lines, group.world_size) for line in lines)
     for line in dict.fromkeys(lines):
         sender.send(Substituted(text=line))
 
@@ -263,14 +263,14 @@ def _affordable_spares(job: Job, context: TrainContext) -> int:
     if "spares" in _done_once:  # its spares already hold their memory
         return wanted
     free = spare_bytes()
-    count = affordable(wanted, free)
+    count = count_affordable(wanted, free)
     if not count and _is_first_time("short of memory"):
         text = (
             f"workers.spares: off on node {ray.util.get_node_ip_address()}: {wanted} idle "  # type: ignore[no-untyped-call]
             f"processes would take {wanted * SPARE_BYTES / 1e9:.1f} GB of {free / 1e9:.1f} GB that "
             "are free, and at most half of it is taken; a loss costs seconds more there"
         )
-        tell(job.channel, Warned(text=text))
+        send_event(job.channel, Warned(text=text))
     return count
 
 
@@ -296,8 +296,8 @@ def _read_commit(job: Job, resumed: ResumePoint) -> Commit | None:
 
 def _number_attempt(run: Storage, commit: Commit | None, sender: Sender) -> int:
     """Return the number of this attempt; retry while storage fails."""
-    return patiently(
-        lambda: take_over(run, commit),
+    return retry_storage_action(
+        lambda: prepare_attempt(run, commit),
         "the run's history",
         lambda line: sender.send(Warned(text=line)),
     )
@@ -305,8 +305,8 @@ def _number_attempt(run: Storage, commit: Commit | None, sender: Sender) -> int:
 
 def _read_ran_out(run: Storage, sender: Sender) -> list[RanOut]:
     """Return the choices that ran out of memory in this run; retry while storage fails."""
-    entries = patiently(
-        lambda: history.read_told(run.sub("history"), "ran_out"),
+    entries = retry_storage_action(
+        lambda: history.read_driver_entries(run.sub("history"), "ran_out"),
         "the run's history",
         lambda line: sender.send(Warned(text=line)),
     )
@@ -333,8 +333,8 @@ def _wait_for_end(request: ControlSignal, seconds: float) -> NoReturn:
     """
     if request.action == Action.STOP:
         raise Stopped(request.text)
-    if is_let_go(seconds):
-        raise LetGoError
+    if wait_for_release(seconds):
+        raise ReleasedError
     raise TimeoutError(f"halted for a {request.reason}, but no other group of workers took over")
 
 
@@ -410,7 +410,7 @@ class Membership:
             per_node=context.get_local_world_size(),
             parallel=parallel,
             device=device,
-            members=of_all_ranks(member, world_size),
+            members=gather_from_ranks(member, world_size),
         )
 
     @property
@@ -447,7 +447,7 @@ class Membership:
         return data_rank(rank, self.world_size, self.parallel.tensor, self.parallel.pipeline)
 
 
-def of_all_ranks(value: Any, world_size: int) -> list[Any]:
+def gather_from_ranks(value: Any, world_size: int) -> list[Any]:
     """Gather every rank's value, by rank. Collective."""
     values: list[Any] = [None] * world_size
     dist.all_gather_object(values, value)

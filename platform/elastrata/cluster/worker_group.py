@@ -15,8 +15,8 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import UserCallback
 
 from elastrata.cluster import prestarted
-from elastrata.cluster.channel import tell
-from elastrata.cluster.failure_attribution import culprits
+from elastrata.cluster.channel import send_event
+from elastrata.cluster.failure_attribution import find_culprits
 from elastrata.cluster.job import Job
 from elastrata.cluster.leaked_placement_groups import remove_leaked
 from elastrata.cluster.node_speeds import (
@@ -83,7 +83,7 @@ _DEATHS = (RayActorError, OutOfMemoryError)
 """Ray's errors for processes that are gone."""
 
 
-def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> None:
+def run_job(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> None:
     """Run a job to its last step.
 
     Args:
@@ -105,7 +105,7 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
             f"workers.stay: Ray {ray.__version__} has no {', '.join(missing)}: all workers are "
             "started anew when one is lost, added or taken away"
         )
-        tell(job.channel, Warned(text=line))
+        send_event(job.channel, Warned(text=line))
     policy = GracefulScalingPolicy(
         scaling,
         job.channel,
@@ -231,11 +231,11 @@ class _Spares(WorkerGroupCallback):
     """Spare processes for the actors that the controller starts; runs in the controller."""
 
     def __init__(self) -> None:
-        self._spares: prestarted.Spares | None = None
+        self._spares: prestarted.SparePool | None = None
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
-        count = prestarted.affordable(CONTROLLER_SPARES, spare_bytes())
-        self._spares = self._spares or prestarted.Spares(count, after=SPARES_AFTER_SECONDS)
+        count = prestarted.count_affordable(CONTROLLER_SPARES, spare_bytes())
+        self._spares = self._spares or prestarted.SparePool(count, after=SPARES_AFTER_SECONDS)
 
 
 class _Faults(UserCallback):
@@ -250,10 +250,10 @@ class _Faults(UserCallback):
                 raise error  # an exception here ends the run
         causes = {rank: _unwrap(error) for rank, error in worker_exceptions.items()}
         dead = {rank: error for rank, error in causes.items() if isinstance(error, _DEATHS)}
-        lost = dead or culprits(causes)  # the others' errors only result from theirs
+        lost = dead or find_culprits(causes)  # the others' errors only result from theirs
         rank, error = min(lost.items(), key=itemgetter(0))
         text = f"rank {rank}: {_describe_death(error) if dead else _first_line(error)}"
-        tell(self._channel, Lost(text=text, ranks=tuple(sorted(lost))))
+        send_event(self._channel, Lost(text=text, ranks=tuple(sorted(lost))))
 
 
 def _unwrap(error: Exception) -> Exception:

@@ -25,7 +25,7 @@ from elastrata.recipe.recipe import WorkersConfig
 from elastrata.recipe.yaml_reader import RecipeText
 from elastrata.recipe.yaml_values import parse_documents, read_text
 from elastrata.shipped import cluster_files
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 
 _ROUNDING = 1e-6
 """Tolerance when dividing resources: three workers of 0.4 CPUs fit into 1.2."""
@@ -72,7 +72,7 @@ class ClusterSpec:
         """Return the most workers with these resources that the cluster can have simultaneously."""
         return int(self._most(lambda group: group.room(worker)))
 
-    def amount(self, resource: str) -> float:
+    def max_amount(self, resource: str) -> float:
         """Return the most of a resource that the cluster can have simultaneously."""
         return self._most(lambda group: group.resources.get(resource, 0.0))
 
@@ -108,7 +108,7 @@ class _Provider(BaseModel):
     worker_ips: list[str] = []
 
 
-# Other keys are only for the launcher; `unknown_keys` checks them.
+# Other keys are only for the launcher; `find_unknown_keys` checks them.
 class LauncherFile(BaseModel):
     """The sizes in a file for Ray's cluster launcher."""
 
@@ -179,7 +179,7 @@ class LauncherFile(BaseModel):
         return ClusterSpec(file=file, head=head, groups=tuple(workers), max_nodes=count)
 
 
-def unknown_keys(values: Mapping[str, Any], file: str) -> Iterator[str]:
+def find_unknown_keys(values: Mapping[str, Any], file: str) -> Iterator[str]:
     """Yield a line for each key that the launcher would refuse, by the schema that Ray ships."""
     schema = json.loads(
         (Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8")
@@ -194,7 +194,7 @@ def unknown_keys(values: Mapping[str, Any], file: str) -> Iterator[str]:
     for prefix, (section, keys) in sections.items():
         for key in section:
             if key not in keys:
-                yield f"{file}: {prefix}{key}: unknown key{nearest(key, keys)}"
+                yield f"{file}: {prefix}{key}: unknown key{suggest_nearest(key, keys)}"
 
 
 def _parse_resources(commands: Sequence[str]) -> dict[str, float]:
@@ -356,7 +356,7 @@ def read_cluster(name_or_path: str) -> ClusterSpec:
         if model is not None:
             return _validate(model, values, name_or_path).cluster_spec(name_or_path)
     if len(documents) == 1 and "provider" in documents[0]:
-        unknown = list(unknown_keys(documents[0], name_or_path))
+        unknown = list(find_unknown_keys(documents[0], name_or_path))
         return _validate(LauncherFile, documents[0], name_or_path, unknown).cluster_spec(
             name_or_path
         )
@@ -379,13 +379,13 @@ def find_cluster_file(name_or_path: str) -> Path:
     files = {path.stem: path for path in cluster_files().glob("*.yaml")}
     if name_or_path not in files:
         raise UserError(
-            f"{name_or_path}: no such cluster{nearest(name_or_path, files)}; expected a .yaml file "
-            f"or one of {', '.join(sorted(files))}"
+            f"{name_or_path}: no such cluster{suggest_nearest(name_or_path, files)}; expected a "
+            f".yaml file or one of {', '.join(sorted(files))}"
         )
     return files[name_or_path]
 
 
-def is_launched(path: Path, shown: str) -> bool:
+def is_launcher_file(path: Path, shown: str) -> bool:
     """Return True if a cluster file is for Ray's cluster launcher.
 
     Args:
@@ -422,10 +422,12 @@ def _validate(
 # Whether a recipe fits
 
 
-def cluster_findings(cluster: ClusterSpec) -> Iterator[Finding]:
+def check_cluster(cluster: ClusterSpec) -> Iterator[Finding]:
     """Yield the largest size of the cluster."""
     resources = {name for group in (cluster.head, *cluster.groups) for name in group.resources}
-    amounts = [f"{cluster.amount(name):g} {name}s" for name in ("CPU", "GPU") if name in resources]
+    amounts = [
+        f"{cluster.max_amount(name):g} {name}s" for name in ("CPU", "GPU") if name in resources
+    ]
     yield Finding(
         name="cluster",
         status="ok",
@@ -434,7 +436,7 @@ def cluster_findings(cluster: ClusterSpec) -> Iterator[Finding]:
     )
 
 
-def niceness_findings(file: str, text: str) -> Iterator[Finding]:
+def check_niceness(file: str, text: str) -> Iterator[Finding]:
     """Check that a cluster file sets the priority of workers, which they inherit from `ray start`.
 
     Args:
@@ -453,7 +455,7 @@ def niceness_findings(file: str, text: str) -> Iterator[Finding]:
     )
 
 
-def fit_findings(workers: WorkersConfig, cluster: ClusterSpec) -> Iterator[Finding]:
+def check_fit(workers: WorkersConfig, cluster: ClusterSpec) -> Iterator[Finding]:
     """Check that the workers of a recipe fit, and that CPUs are left for reading the data."""
     worker = worker_resources(workers, cluster)
     claim = " + ".join(f"{amount:g} {name}" for name, amount in worker.items())
@@ -480,7 +482,7 @@ def fit_findings(workers: WorkersConfig, cluster: ClusterSpec) -> Iterator[Findi
         advice="" if most <= room else _advise("max", room),
     )
     count = min(most, room)
-    cpus_left = cluster.amount("CPU") - count * workers.cpus
+    cpus_left = cluster.max_amount("CPU") - count * workers.cpus
     is_enough = cpus_left >= _READERS_CPUS
     yield Finding(
         name="reading",
@@ -495,7 +497,7 @@ def fit_findings(workers: WorkersConfig, cluster: ClusterSpec) -> Iterator[Findi
 def worker_resources(workers: WorkersConfig, cluster: ClusterSpec) -> dict[str, float]:
     """Return the resources of each worker; under `auto` it gets a GPU if the cluster can have
     any."""
-    gpus = workers.gpus_each(cluster.amount("GPU"))
+    gpus = workers.gpus_each(cluster.max_amount("GPU"))
     return {"CPU": workers.cpus, **({"GPU": gpus} if gpus else {})}
 
 

@@ -24,12 +24,12 @@ import aiohttp
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
-from elastrata.deploy.clusters import find_cluster_file, is_launched
+from elastrata.deploy.clusters import find_cluster_file, is_launcher_file
 from elastrata.recipe.file import to_yaml
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.url_secrets import NO_SECRET, without_secrets
+from elastrata_pipelines.url_secrets import NO_SECRET, hide_unrecorded_parts
 
 RUN = "elastrata_run"
 """Key of a job's metadata with its run's URL."""
@@ -68,16 +68,16 @@ def submit(
         UserError: a job already trains that run, the recipe names folders of this machine, or the
             server cannot start jobs.
     """
-    if problems := list(local_paths(recipe)):
+    if problems := list(find_local_paths(recipe)):
         raise UserError(*problems)
     run = Storage(recipe.storage).uri(name)
-    for job in living(server, run):
+    for job in list_running_jobs(server, run):
         raise UserError(
             f"name: {name}: the job {job.submission_id} trains that run already; `elastrata stop` "
             "ends it, with its state saved"
         )
     command = ["python3", "-m", "elastrata.deploy.job_entrypoint", version("elastrata"), str(tries)]
-    with tempfile.TemporaryDirectory() as folder, answering(server):
+    with tempfile.TemporaryDirectory() as folder, job_server_errors(server):
         (Path(folder) / RECIPE).write_text(to_yaml(recipe), encoding="utf-8")
         return server.submit_job(
             entrypoint=shlex.join([*command, RECIPE, "--name", name]),
@@ -88,9 +88,9 @@ def submit(
         )
 
 
-def living(server: JobSubmissionClient, wanted: str) -> list[JobDetails]:
+def list_running_jobs(server: JobSubmissionClient, wanted: str) -> list[JobDetails]:
     """Return the running jobs of a run, by its URL or name, or with this job id."""
-    with answering(server):
+    with job_server_errors(server):
         jobs = server.list_jobs()
     return [
         job
@@ -161,10 +161,10 @@ def stop(server: JobSubmissionClient, wanted: str) -> dict[str, str]:
     Raises:
         UserError: no such job is running.
     """
-    jobs = [str(job.submission_id) for job in living(server, wanted)]
+    jobs = [str(job.submission_id) for job in list_running_jobs(server, wanted)]
     if not jobs:
         raise UserError(f"{wanted}: no job that runs there trains it")
-    with answering(server):
+    with job_server_errors(server):
         for job in jobs:
             server.stop_job(job)
     while not all(server.get_job_status(job).is_terminal() for job in jobs):
@@ -185,11 +185,15 @@ def runtime_env(recipe: Recipe, folder: Path, *, with_packages: bool) -> dict[st
         "working_dir": str(folder),
         # Between the SIGTERM of `ray job stop` and its SIGKILL; Ray's own default is 3.
         "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(seconds)},
-        **({"py_modules": list(packages()), "excludes": ["__pycache__"]} if with_packages else {}),
+        **(
+            {"py_modules": list(package_folders()), "excludes": ["__pycache__"]}
+            if with_packages
+            else {}
+        ),
     }
 
 
-def packages() -> Iterator[str]:
+def package_folders() -> Iterator[str]:
     """Yield the folders of Elastrata's packages and of their metadata."""
     for name in _PACKAGES:
         spec = importlib.util.find_spec(name)
@@ -203,7 +207,7 @@ def packages() -> Iterator[str]:
     yield from (str(path) for path in Path(str(metadata)).glob("elastrata-*.dist-info"))
 
 
-def local_paths(recipe: Recipe) -> Iterator[str]:
+def find_local_paths(recipe: Recipe) -> Iterator[str]:
     """Yield a line for each path in a recipe that would be relative to the job's own folder."""
     paths = {
         "storage": recipe.storage,
@@ -224,7 +228,7 @@ def local_paths(recipe: Recipe) -> Iterator[str]:
 
 
 @contextmanager
-def job_server(cluster: str) -> Iterator[JobSubmissionClient]:
+def connect_to_job_server(cluster: str) -> Iterator[JobSubmissionClient]:
     """Connect to a cluster's job server while the block runs.
 
     Args:
@@ -235,7 +239,7 @@ def job_server(cluster: str) -> Iterator[JobSubmissionClient]:
     Raises:
         UserError: no server answers, or it denies access.
     """
-    if (masked := without_secrets(cluster)) != cluster:
+    if (masked := hide_unrecorded_parts(cluster)) != cluster:
         raise UserError(f"--cluster: {masked}: {NO_SECRET}")
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -244,7 +248,7 @@ def job_server(cluster: str) -> Iterator[JobSubmissionClient]:
         yield _connect(cluster, cluster)
         return
     path = find_cluster_file(cluster)
-    if not is_launched(path, cluster):
+    if not is_launcher_file(path, cluster):
         raise UserError(
             f"--cluster: {cluster}: Kubernetes leads to it: kubectl port-forward "
             f"service/NAME-head-svc {_PORT}, then --cluster http://127.0.0.1:{_PORT}"
@@ -254,7 +258,7 @@ def job_server(cluster: str) -> Iterator[JobSubmissionClient]:
 
 
 @contextmanager
-def answering(server: JobSubmissionClient) -> Iterator[None]:
+def job_server_errors(server: JobSubmissionClient) -> Iterator[None]:
     """Run a block that calls a job server.
 
     Raises:

@@ -23,7 +23,7 @@ from threading import Event
 
 import ray
 
-from elastrata.cluster.nodes import nodes
+from elastrata.cluster.nodes import list_nodes
 from elastrata.driver.ray_session import ray_session
 
 _SECONDS_TO_ANSWER = 2.0
@@ -45,11 +45,11 @@ class Notice:
     """Unix time of the end."""
 
 
-Look = Callable[[float], Notice | None]
+NoticeQuery = Callable[[float], Notice | None]
 """Function that queries the metadata server at a Unix time; raises OSError without an answer."""
 
 
-def aws(url: str) -> Look:
+def query_aws(url: str) -> NoticeQuery:
     """Return a look for AWS: two minutes before a spot machine is interrupted (IMDSv2's
     `spot/instance-action`)."""
     token = _Token(url)
@@ -66,7 +66,7 @@ def aws(url: str) -> Look:
     return look
 
 
-def gcp(url: str) -> Look:
+def query_gcp(url: str) -> NoticeQuery:
     """Return a look for Google Cloud: 30 seconds before a spot machine is preempted
     (`instance/preempted`)."""
 
@@ -79,7 +79,7 @@ def gcp(url: str) -> Look:
     return look
 
 
-def azure(url: str) -> Look:
+def query_azure(url: str) -> NoticeQuery:
     """Return a look for Azure: at least 30 seconds before a spot machine is evicted, and before
     other events that end it (Scheduled Events)."""
     headers = {"Metadata": "true"}
@@ -102,10 +102,10 @@ def azure(url: str) -> Look:
     return look
 
 
-CLOUDS: Mapping[str, tuple[Callable[[str], Look], str]] = {
-    "aws": (aws, "http://169.254.169.254"),
-    "gcp": (gcp, "http://metadata.google.internal"),
-    "azure": (azure, "http://169.254.169.254"),
+CLOUDS: Mapping[str, tuple[Callable[[str], NoticeQuery], str]] = {
+    "aws": (query_aws, "http://169.254.169.254"),
+    "gcp": (query_gcp, "http://metadata.google.internal"),
+    "azure": (query_azure, "http://169.254.169.254"),
 }
 """Look and address of the metadata server, by the name of the cloud."""
 
@@ -152,7 +152,7 @@ _REASON = "DRAIN_NODE_REASON_PREEMPTION"
 
 
 def wait_for_notice(
-    look: Look, ended: Event, *, seconds_between: float, say: Callable[[str], None]
+    look: NoticeQuery, ended: Event, *, seconds_between: float, say: Callable[[str], None]
 ) -> Notice | None:
     """Poll until a notice comes; return None once `ended` is set.
 
@@ -212,7 +212,7 @@ def find_nodes(address: str | None, node_id: str | None) -> list[RayNode]:
         local_ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return [
             RayNode(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"])
-            for node in nodes()
+            for node in list_nodes()
             if node["Alive"]
             and (node["NodeID"] == node_id if node_id else node["NodeManagerAddress"] == local_ip)
         ]

@@ -135,10 +135,10 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(device: torch.device) -> float | None:
     """Return the device's dense bf16 peak in FLOP/s, or None if unknown."""
-    return named_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-def named_peak_flops(name: str) -> float | None:
+def peak_flops_of(name: str) -> float | None:
     """Return the dense bf16 peak in FLOP/s of a GPU by its driver's name for it, or None if
     unknown."""
     words = name.replace("-", " ").split()
@@ -151,14 +151,14 @@ def named_peak_flops(name: str) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of the GPU since `forget_peak`, or of this process on a CPU."""
+    """Return the peak memory of the GPU since `reset_peak_memory`, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux reports kilobytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     """Reset `peak_memory_bytes` of a GPU, so that it excludes building and restoring the model."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -51,7 +51,7 @@ class SemiStructured(torch.autograd.Function):
         return (gradient @ weight).reshape(ctx.shape), gradient.T @ inputs, bias_gradient, None
 
 
-def compressed(weight: Tensor) -> Tensor:
+def compress_weight(weight: Tensor) -> Tensor:
     """Return a weight in the format of the kernels.
 
     At most two of every four neighbours in a row may differ from zero.
@@ -64,7 +64,7 @@ def use_kernels(
     model: nn.Module,
     matrices: Mapping[str, Tensor],
     is_in_fours: Callable[[str], bool],
-    compress: Callable[[Tensor], Tensor] = compressed,
+    compress: Callable[[Tensor], Tensor] = compress_weight,
 ) -> None:
     """Make linear layers multiply these weights by the kernels.
 
@@ -99,7 +99,7 @@ def has_kernels(device: torch.device) -> bool:
     # Two zeros of every four neighbours.
     weight[:, 0::4] = weight[:, 3::4] = 0
     try:
-        product = F.linear(inputs, compressed(weight))
+        product = F.linear(inputs, compress_weight(weight))
     # Builds of PyTorch without the library fail in different ways.
     except (RuntimeError, NotImplementedError, ValueError):
         return False

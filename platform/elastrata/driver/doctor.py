@@ -17,7 +17,7 @@ from typing import Literal
 from elastrata.driver.ray_session import NICENESS, ray_session
 from elastrata.recipe.yaml_reader import available_recipes
 from elastrata.run.facts import versions
-from elastrata.shipped import cluster_files, tested_versions
+from elastrata.shipped import cluster_files, constraint_versions
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -71,7 +71,7 @@ def examine(
 
 
 def _versions() -> Iterator[Finding]:
-    tested = tested_versions()
+    tested = constraint_versions()
     for name, installed in versions().items():
         expected = tested.get(name)
         plain = installed.split("+")[0]  # torch 2.13.0+cpu is torch 2.13.0
@@ -105,15 +105,15 @@ def _machine() -> Iterator[Finding]:
         found=str(cpus),
         advice="" if cpus > 1 else "reading data and training share one CPU; expect it to be slow",
     )
-    yield finding_of_memory(spare_bytes())
+    yield check_memory(spare_bytes())
     if sys.platform == "linux":  # elsewhere Ray uses a folder on disk
-        yield finding_of_shared_memory(Path("/dev/shm"))
+        yield check_shared_memory(Path("/dev/shm"))
     # By default runs are in the current folder, Ray's logs and spilled objects in the other one.
     folder = min((Path.cwd(), Path(tempfile.gettempdir())), key=_free_bytes)
-    yield finding_of_disk(folder, _free_bytes(folder))
+    yield check_disk(folder, _free_bytes(folder))
 
 
-def finding_of_memory(available: int) -> Finding:
+def check_memory(available: int) -> Finding:
     """Return the finding for `available` bytes of memory that no process uses."""
     gib = available / _GIB
     return Finding(
@@ -127,7 +127,7 @@ def finding_of_memory(available: int) -> Finding:
     )
 
 
-def finding_of_shared_memory(folder: Path) -> Finding:
+def check_shared_memory(folder: Path) -> Finding:
     """Return the finding for the file system that Ray's object store uses, `/dev/shm`."""
     if not folder.is_dir():
         return Finding(
@@ -150,7 +150,7 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def finding_of_disk(folder: Path, free: int) -> Finding:
+def check_disk(folder: Path, free: int) -> Finding:
     """Return the finding for `free` bytes on the disk of a folder."""
     gib = free / _GIB
     is_enough = gib >= _LEAST_DISK_GIB
@@ -250,8 +250,8 @@ def _write_and_read(storage: Storage) -> str:
 
 
 def _connect(uri: str) -> str:
-    from elastrata.tracking.store import check_store, shown, tracking_uri
+    from elastrata.tracking.store import check_store, redact_uri, tracking_uri
 
     absolute = tracking_uri(uri, Storage("."))
     check_store(absolute)
-    return f"{shown(absolute)} answers"
+    return f"{redact_uri(absolute)} answers"

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from elastrata.checkpoints.commit import Commit, commits, newest_verified
+from elastrata.checkpoints.commit import Commit, find_newest_verified, list_commits
 from elastrata.checkpoints.replicas.replicas import Replicas, close_replicas, open_replicas
 from elastrata.cluster.channel import Receiver
-from elastrata.cluster.failure_attribution import Failures
+from elastrata.cluster.failure_attribution import FailureCount
 from elastrata.cluster.job import Job
 from elastrata.cluster.watchdog import Watchdog
-from elastrata.driver.interrupt import Interrupt, undisturbed
+from elastrata.driver.interrupt import Interrupt, shield_from_signals
 from elastrata.driver.prometheus import Gauges
 from elastrata.driver.recorder import Observer
 from elastrata.recipe.recipe import Recipe
@@ -72,7 +72,7 @@ class RunDriver:
             TrainingError: training ended early.
             KeyboardInterrupt: a signal stopped the run.
         """
-        entries = history.read(self.run.sub("history"))
+        entries = history.read_entries(self.run.sub("history"))
         number = history.next_attempt(self.run.sub("history"))
         writer = HistoryWriter(self.run.sub("history"), number, self._warn, writer="d")
         status: Status = "FAILED"
@@ -83,7 +83,7 @@ class RunDriver:
                 observer = Observer(
                     self.tracker,
                     writer,
-                    failures := Failures(self.recipe.workers.max_failures),
+                    failures := FailureCount(self.recipe.workers.max_failures),
                     self._show_and_measure(),
                     history.world_sizes(entries),
                     step=newest_known_step(entries, max(done, default=0)),
@@ -102,7 +102,7 @@ class RunDriver:
             raise
         finally:
             if not self.interrupt.is_lost:  # else another driver owns run and record
-                with undisturbed("closing the run's record"):
+                with shield_from_signals("closing the run's record"):
                     writer.add(
                         "ended", {"status": status, "text": text, **self._find_end_place(number)}
                     )
@@ -123,14 +123,14 @@ class RunDriver:
                 place["driver"] = owner.token
         return place
 
-    def _fit(self, observer: Observer, failures: Failures, number: int) -> None:
+    def _fit(self, observer: Observer, failures: FailureCount, number: int) -> None:
         recipe = self.recipe
         checkpoint = recipe.checkpoint
         replicas = open_replicas(checkpoint.hot_bytes) if checkpoint.hot_steps else None
         watchdog = Watchdog(recipe.workers.hang_seconds, lambda lost: observer([lost]))
 
         def handle(events: Sequence[Event]) -> None:
-            watchdog.hear(events)
+            watchdog.receive(events)
             observer(events)
 
         receiver = Receiver(self.channel, handle)
@@ -139,7 +139,7 @@ class RunDriver:
                 self.interrupt.run(
                     lambda: self._run_controllers(handle, failures, number, replicas),
                     checkpoint.grace_seconds,
-                    lambda name: ask_to_stop(self.channel, name),
+                    lambda name: request_stop(self.channel, name),
                 )
             finally:
                 # Closed before the error is examined: the last events may have the workers' reason.
@@ -164,17 +164,17 @@ class RunDriver:
     def _run_controllers(
         self,
         handle: Callable[[Sequence[Event]], None],
-        failures: Failures,
+        failures: FailureCount,
         number: int,
         replicas: Replicas | None,
     ) -> None:
         """Run the job to its end; replace a controller that dies, which counts as a lost group."""
         # Imported late, as `launch._import_ahead` loads it while Ray starts.
-        from elastrata.cluster.worker_group import fit
+        from elastrata.cluster.worker_group import run_job
 
         for controller in count():
             try:
-                fit(
+                run_job(
                     self._job(replicas),
                     gpus_per_worker=self.gpus,
                     launch=f"launch-{number:04d}-{controller}",
@@ -192,7 +192,7 @@ class RunDriver:
         """Return a function that shows an event and updates Ray's metrics."""
         entries = self.run.sub("history")
         name = self.run.uri().rpartition("/")[2]
-        gauges = Gauges(name, lambda: goodput(history.read(entries)))
+        gauges = Gauges(name, lambda: goodput(history.read_entries(entries)))
 
         def show(event: Event) -> None:
             gauges(event)
@@ -203,7 +203,7 @@ class RunDriver:
     def _record_target(self) -> None:
         """Record when the run reached its target, or that it did not."""
         if self.recipe.target:
-            entries = history.read(self.run.sub("history"))
+            entries = history.read_entries(self.run.sub("history"))
             outcome = time_to_target(entries, self.recipe.target)
             if outcome.step is not None:
                 self.tracker.log_steps([{"step": outcome.step, **outcome.to_metrics()}])
@@ -212,7 +212,7 @@ class RunDriver:
     def _record_flops(self) -> None:
         """Record the FLOPs of each phase of a sparse run."""
         if any(part.sparsity for part in self.recipe.parts):
-            steps = history.effective_steps(history.read(self.run.sub("history")))
+            steps = history.effective_steps(history.read_entries(self.run.sub("history")))
             phases = flops_by_phase(steps, [phase.last_step for phase in self.data.phases])
             self.tracker.log_steps(
                 [{"step": phase.last_step, **phase.to_metrics()} for phase in phases]
@@ -233,7 +233,7 @@ class RunDriver:
         """Record the outputs and the report of the run, as in `elastrata status --json`."""
         checkpoints = self.run.sub("checkpoints")
         try:
-            for commit in commits(checkpoints)[: int(status == "FINISHED")]:
+            for commit in list_commits(checkpoints)[: int(status == "FINISHED")]:
                 self.tracker.record_output(checkpoints.uri(commit.folder), commit.step)
             run_status = status_of(self.run)
             if run_status.steps:
@@ -248,7 +248,7 @@ class RunDriver:
         self.show(Warned(text=line))
 
 
-def ask_to_stop(channel: Any, name: str) -> None:
+def request_stop(channel: Any, name: str) -> None:
     """Ask the workers to save and end, because of the signal of this name; do not wait."""
     channel.ask.remote(ControlSignal(action=Action.STOP, reason="stop", text=name))
 
@@ -275,8 +275,10 @@ def is_finished(run: Storage, *, steps: int, target: TargetConfig | None) -> boo
         return is_over(commit.step, commit.evaluation, steps=steps, target=target)
 
     checkpoints, lineage = run.sub("checkpoints"), history.read_lineage(run.sub("history"))
-    if not any(ends(commit) for commit in commits(checkpoints) if lineage.counts(*commit.place)):
+    if not any(
+        ends(commit) for commit in list_commits(checkpoints) if lineage.counts(*commit.place)
+    ):
         return False
     # No warnings about skipped checkpoints here: they are shown when training begins.
-    newest = newest_verified(checkpoints, lambda _: None, lineage.counts)
+    newest = find_newest_verified(checkpoints, lambda _: None, lineage.counts)
     return newest is not None and ends(newest)

@@ -10,30 +10,30 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
-from elastrata.checkpoints.commit import Commit, commits, problems
+from elastrata.checkpoints.commit import Commit, file_problems, list_commits
 from elastrata.checkpoints.state import model_sizes
 from elastrata.parallel.init_weights import meta_model
-from elastrata.recipe.data_sets import in_steps, without_limits
+from elastrata.recipe.data_sets import remove_epoch_limits, resolve_steps
 from elastrata.recipe.recipe import PhaseKeys, Recipe
-from elastrata.run.claim import check_folder, check_parent, named_run
+from elastrata.run.claim import check_folder, check_parent, find_run_folder
 from elastrata.run.consistency import is_begun
 from elastrata.run.folder import (
     RUN_FILE,
     RunIdentity,
     flatten,
     read_identity,
+    read_resumed_recipe,
     read_summary,
-    resumed_recipe,
 )
-from elastrata.run.fork import Fork, taken_after
+from elastrata.run.fork import Fork, samples_after_step
 from elastrata.run.history import read_lineage
 from elastrata.step.schedule import DecayConfig
-from elastrata.trainer.preflight import TrainingData, mask_problems, training_data
+from elastrata.trainer.preflight import TrainingData, find_training_data, mask_problems
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
 
-# `begin_with` has no effect: a fork has its parent's weights.
+# `load_parent` has no effect: a fork has its parent's weights.
 _ELSEWHERE = ("name", "storage", "begin_with")
 """Keys that are not listed as changes: every fork has its own ones, or does not use them."""
 _LEARNED = {"batch_size", "batch_size_warmup", "optimizer", "schedule", "sparsity"}
@@ -82,8 +82,8 @@ def plan_fork(wanted: str, name: str, overrides: Sequence[str] = ()) -> ForkPlan
     parent, commit = _find_parent(wanted)
     identity = read_identity(parent)
     assert identity is not None, wanted
-    before = in_steps(resumed_recipe(parent))
-    recipe = in_steps(resumed_recipe(parent, [*overrides, f'name="{name}"']))
+    before = resolve_steps(read_resumed_recipe(parent))
+    recipe = resolve_steps(read_resumed_recipe(parent, [*overrides, f'name="{name}"']))
     recipe = recipe.model_copy(update={"begin_with": None})
     run = Storage(recipe.storage).sub(name)
     if fork_problems := [*_name_problems(run), *_recipe_problems(before, recipe, commit, parent)]:
@@ -91,7 +91,7 @@ def plan_fork(wanted: str, name: str, overrides: Sequence[str] = ()) -> ForkPlan
     is_decay_given = any(one.partition("=")[0].endswith(_DECAY) for one in overrides)
     # An explicit decay is the user's decision, even if it makes the learning rate jump.
     recipe = recipe if is_decay_given else _start_decay_at(commit.step, before, recipe)
-    data = training_data(without_limits(recipe))
+    data = find_training_data(remove_epoch_limits(recipe))
     fork_problems = [*mask_problems(recipe), *_model_problems(parent, commit, recipe, data)]
     if fork_problems:
         raise UserError(*fork_problems)
@@ -105,7 +105,7 @@ def plan_fork(wanted: str, name: str, overrides: Sequence[str] = ()) -> ForkPlan
         fresh_optimizer=before.optimizer.name != recipe.optimizer.name,
     )
     # Mixtures continue from the origin, which is known only now.
-    fork = replace(fork, mixtures=training_data(recipe, fork.origin).mixtures)
+    fork = replace(fork, mixtures=find_training_data(recipe, fork.origin).mixtures)
     return ForkPlan(fork=fork, changes=tuple(_list_changes(before, recipe, fork)))
 
 
@@ -114,13 +114,13 @@ def _find_parent(wanted: str) -> tuple[Storage, Commit]:
     folder, slash, last = wanted.rpartition("/")
     # Only the last part: the user of a URL may contain an @, too.
     name, at, step = last.rpartition("@")
-    parent = named_run(f"{folder}{slash}{name}" if at and name else wanted)
+    parent = find_run_folder(f"{folder}{slash}{name}" if at and name else wanted)
     checkpoints, lineage = parent.sub("checkpoints"), read_lineage(parent.sub("history"))
-    saved = [one for one in commits(checkpoints) if lineage.counts(*one.place)]
+    saved = [one for one in list_commits(checkpoints) if lineage.counts(*one.place)]
     if not saved:
         raise UserError(f"{checkpoints.uri()}: the run has no checkpoint to fork from")
     commit = _find_step(saved, wanted, step) if at and name else saved[0]
-    if damaged := problems(checkpoints, commit):
+    if damaged := file_problems(checkpoints, commit):
         raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     return parent, commit
 
@@ -284,7 +284,9 @@ def _read_positions(
     parent: Storage, identity: RunIdentity, commit: Commit, recipe: Recipe, data: TrainingData
 ) -> dict[str, int]:
     """Return the samples already taken of each data set that both runs read in the same order."""
-    phases, taken_samples = taken_after(commit.step, read_summary(parent).phases, identity, parent)
+    phases, taken_samples = samples_after_step(
+        commit.step, read_summary(parent).phases, identity, parent
+    )
     old = {key: (phase.seed, phase.window_stripes) for key, phase in phases.items()}
     new = {
         manifest.fingerprint: (recipe.seed, part.data.window_stripes)

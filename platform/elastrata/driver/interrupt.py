@@ -135,7 +135,7 @@ def is_ending() -> bool:
 
 
 @contextmanager
-def undisturbed(what: str) -> Iterator[None]:
+def shield_from_signals(what: str) -> Iterator[None]:
     """Run the block to its end in spite of a signal. A second signal goes to the previous handler.
 
     Off the main thread, which handles no signals, it changes nothing.

@@ -10,17 +10,17 @@ from typing import Any
 
 import ray
 
-from elastrata.checkpoints.commit import Commit, commits
+from elastrata.checkpoints.commit import Commit, list_commits
 from elastrata.cluster.channel import open_channel
-from elastrata.cluster.node_speeds import name_problems
-from elastrata.cluster.nodes import launches_nodes
-from elastrata.driver.driver import RunDriver, ask_to_stop, is_finished
+from elastrata.cluster.node_speeds import find_name_problems
+from elastrata.cluster.nodes import has_autoscaler
+from elastrata.driver.driver import RunDriver, is_finished, request_stop
 from elastrata.driver.interrupt import Interrupt
 from elastrata.driver.model_inspection import num_parameters
 from elastrata.driver.ray_session import ray_session
-from elastrata.driver.recorder import catch_up
+from elastrata.driver.recorder import record_missed_events
 from elastrata.driver.result import TrainResult
-from elastrata.recipe.data_sets import in_steps
+from elastrata.recipe.data_sets import resolve_steps
 from elastrata.recipe.file import to_yaml
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
@@ -51,11 +51,11 @@ from elastrata.trainer.preflight import (
     TrainingData,
     check_storage,
     cluster_problems,
+    find_training_data,
     mask_problems,
-    training_data,
 )
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.phase import positions_after
+from elastrata_pipelines.phase import compute_positions_after
 from elastrata_pipelines.storage import Storage
 
 # One computes, the other one reads data and runs Ray.
@@ -96,19 +96,19 @@ def train(
     if problems := mask_problems(recipe):
         raise UserError(*problems)
     # Lengths in epochs or tokens become steps.
-    recipe = in_steps(recipe)
+    recipe = resolve_steps(recipe)
     root = Storage(recipe.storage)
     run = root.sub(name)
-    data = training_data(recipe, _read_fork_origin(run))
+    data = find_training_data(recipe, _read_fork_origin(run))
     for line in list_warnings(recipe, data):
         show(Warned(text=line))
     # Before anything is written or started: a mistake shows within seconds.
     check_storage(root)
     interrupt = interrupt or Interrupt()
-    stopwatch.passed("preflight")
+    stopwatch.end_phase("preflight")
     Thread(target=_import_ahead, daemon=True).start()
     identity_before = read_identity(run)
-    origin = look_over(run, recipe, data.data_sets, go_on_from, warn=lambda line: _warn(show, line))
+    origin = check_run(run, recipe, data.data_sets, go_on_from, warn=lambda line: _warn(show, line))
     parent = find_parent(run, recipe, data, lambda line: _warn(show, line))
     with _owned(run, interrupt, show, origin) as ownership:
         show = _note_steps(ownership, show)
@@ -117,27 +117,27 @@ def train(
         if identity != identity_before:
             raise UserError(f"{run.uri()}: was changed by another command just now; try again")
         if identity:
-            for commit in commits(run.sub("checkpoints"))[:1]:
+            for commit in list_commits(run.sub("checkpoints"))[:1]:
                 # The driver that died may not have written the last lines; the commit has them.
                 restore_history(run.sub("history"), commit)
         finished = is_finished(run, steps=recipe.steps_in_all, target=recipe.target)
-        stopwatch.passed("ownership")
+        stopwatch.end_phase("ownership")
         with ray_session(address):
-            stopwatch.passed("ray")
+            stopwatch.end_phase("ray")
             resources = _cluster_resources()
             gpus = gpus_per_worker(recipe, resources)
             problems = cluster_problems(recipe, gpus, resources)
-            problems += name_problems(recipe, gpus)
+            problems += find_name_problems(recipe, gpus)
             if problems:
                 # An autoscaler may still launch the missing resources.
-                if not launches_nodes():
+                if not has_autoscaler():
                     raise UserError(*problems)
                 show(Warned(text=f"waiting for nodes: {'; '.join(problems)}"))
             # From here on `workers.max` is a number.
             recipe = with_workers(recipe, gpus, resources)
             channel = open_channel()
             tracker = _open_record(recipe, name, run, identity, data, parent, record, show)
-            stopwatch.passed("record")
+            stopwatch.end_phase("record")
             show(Launched(seconds=stopwatch.seconds))
             driver = RunDriver(recipe, run, data, tracker, channel, interrupt, gpus, show, parent)
             # From here on Ctrl-C saves a checkpoint first.
@@ -153,7 +153,7 @@ def gpus_per_worker(recipe: Recipe, resources: Mapping[str, float]) -> float:
         UserError: the value is `auto`, and the cluster has yet to launch nodes to derive it from.
     """
     is_auto = recipe.workers.gpus == "auto"
-    if is_auto and cluster_problems(recipe, 0.0, resources) and launches_nodes():
+    if is_auto and cluster_problems(recipe, 0.0, resources) and has_autoscaler():
         raise UserError(
             "workers.gpus: auto: the cluster has no nodes for the workers yet to look at; "
             "expected a number, 0 for CPUs"
@@ -195,13 +195,13 @@ def _read_fork_origin(run: Storage) -> ForkOrigin | None:
     """Return the origin of a fork; None if the run is not a fork or its folder cannot be read."""
     try:
         identity = read_identity(run)
-    # `look_over` reports these errors later.
+    # `check_run` reports these errors later.
     except (UserError, OSError):
         return None
     return identity.origin if identity else None
 
 
-def look_over(
+def check_run(
     run: Storage,
     recipe: Recipe,
     data_sets: Sequence[DataSet],
@@ -292,7 +292,7 @@ def _warn(show: Callable[[Event], None], line: str) -> None:
 
 def _ask_to_stop(channel: Any, show: Callable[[Event], None], name: str) -> None:
     """Request a stop from a signal's handler, without blocking."""
-    ask_to_stop(channel, name)
+    request_stop(channel, name)
     show(Warned(text=f"{name}: saving a checkpoint first; once more to stop at once"))
 
 
@@ -329,7 +329,7 @@ def _open_record(
     fingerprints = dict.fromkeys(data_set.fingerprint for data_set in data.data_sets)
     size_params = {"model.parameters": num_parameters(recipe.workload, data)}
     origin = identity.origin if identity else None
-    recorded_recipe = recipe.as_recorded()
+    recorded_recipe = recipe.without_preparation()
     tracker = record or open_tracker(
         recipe.tracking,
         Storage(recipe.storage),
@@ -357,7 +357,9 @@ def _open_record(
     )
     write_identity(run, new_identity, recipe)
     if identity:
-        catch_up(tracker, history.read(run.sub("history")), _checkpoints(run.sub("checkpoints")))
+        record_missed_events(
+            tracker, history.read_entries(run.sub("history")), _checkpoints(run.sub("checkpoints"))
+        )
     return tracker
 
 
@@ -374,14 +376,14 @@ def _checkpoints(checkpoints: Storage) -> list[Committed]:
             uri=checkpoints.uri(commit.folder),
             evaluation_loss=commit.evaluation_loss,
         )
-        for commit in reversed(commits(checkpoints))
+        for commit in reversed(list_commits(checkpoints))
     ]
 
 
 def _to_result(
     run: Storage, target: TargetConfig | None, mlflow_run_id: str, status: str
 ) -> TrainResult:
-    entries = history.read(run.sub("history"))
+    entries = history.read_entries(run.sub("history"))
     last: Mapping[str, Any] = history.effective_steps(entries)[-1]
     return TrainResult(
         run_dir=run.uri(),
@@ -417,7 +419,7 @@ def find_repetition(recipe: Recipe, data: TrainingData) -> str | None:
     sizes = {url: manifest.samples for url, manifest in data.trained_on}
     phases = [phase.size for phase in data.phases]
     urls = [[url for url, _ in phase.batches.data_sets] for phase in data.phases]
-    samples = positions_after(recipe.steps_in_all, phases, urls)
+    samples = compute_positions_after(recipe.steps_in_all, phases, urls)
     url = max(samples, key=lambda url: samples[url] / sizes[url])
     epochs = samples[url] / sizes[url]
     if epochs <= MOST_EPOCHS:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from elastrata.optim.base import ParameterGroup
 from elastrata.parallel.init_weights import meta_model
-from elastrata.recipe.data_sets import DataSpec, as_if_full, data_spec
+from elastrata.recipe.data_sets import DataSpec, assume_full_samples, data_spec
 from elastrata.recipe.recipe import Recipe
 from elastrata.sparsity.layers import SparsityPlan, layer_shapes, sparsity_plan
 from elastrata.trainer.preflight import TrainingData
@@ -56,7 +56,7 @@ def num_parameters(workload: Workload, data: TrainingData) -> int:
 def _sparsity(recipe: Recipe, spec: DataSpec) -> tuple[SparsityPlan, ...]:
     if not any(part.sparsity for part in recipe.parts):
         return ()
-    recipe = as_if_full(recipe, spec.seq_len)
+    recipe = assume_full_samples(recipe, spec.seq_len)
     shapes = layer_shapes(recipe.workload)
     work = recipe.workload.work(spec.vocabulary)
     return tuple(
@@ -65,7 +65,7 @@ def _sparsity(recipe: Recipe, spec: DataSpec) -> tuple[SparsityPlan, ...]:
     )
 
 
-def inputs_of(recipe: Recipe, rows: Rows, manifest: Manifest) -> list[int] | None:
+def compute_inputs(recipe: Recipe, rows: Rows, manifest: Manifest) -> list[int] | None:
     """Return the input ids of the rows, concatenated, as the workload makes them in the rows'
     epoch; None if they equal the samples' own ids, or if the workload has no input id for every
     token.

@@ -42,7 +42,7 @@ class Corpus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filled:
+class FilledLine:
     """A line with a masked word, and the model's words for it, most likely first."""
 
     line: str
@@ -52,7 +52,7 @@ class Filled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class WrittenLine:
     """The beginning of a line, and the model's continuation."""
 
     prompt: str
@@ -101,7 +101,7 @@ def quickstart_recipe(
     source = {"name": "python", "paths": str(corpus.folder), "documents": _DOCUMENTS[model]}
     places = {
         "name": f"{model}-quickstart",
-        "data.path": str(out / folder_of("data", model)),
+        "data.path": str(out / quickstart_folder("data", model)),
         "data.prepare.sources": [source],
         "storage": str(out / "runs"),
     }
@@ -109,26 +109,26 @@ def quickstart_recipe(
     return load_recipe(f"{model}/quickstart", [*place_overrides, *overrides])
 
 
-def folder_of(name: str, model: Model) -> str:
+def quickstart_folder(name: str, model: Model) -> str:
     """Return the name of the folder with a quickstart's data or exported model."""
     return name if model == "bert" else f"{model}-{name}"
 
 
-def write_on(model: Path) -> list[Written]:
+def continue_lines(model: Path) -> list[WrittenLine]:
     """Return the exported GPT's continuations of the beginnings of some lines of Python."""
-    from elastrata.inference.language_model import Sampling, continuation, load_language_model
+    from elastrata.inference.language_model import Sampling, continue_text, load_language_model
 
     loaded, sampling = load_language_model(str(model)), Sampling(temperature=0)
     return [
-        Written(
+        WrittenLine(
             prompt=prompt,
-            text=continuation(loaded, prompt, tokens=_NEW_TOKENS, sampling=sampling).text,
+            text=continue_text(loaded, prompt, tokens=_NEW_TOKENS, sampling=sampling).text,
         )
         for prompt in _BEGINNINGS
     ]
 
 
-def fill_masks(model: Path) -> list[Filled]:
+def fill_masks(model: Path) -> list[FilledLine]:
     """Return the exported model's words for a masked word in some lines of Python."""
     from transformers import AutoTokenizer, pipeline
     from transformers.utils import logging
@@ -143,7 +143,7 @@ def fill_masks(model: Path) -> list[Filled]:
         line = prompt.format(mask=mask)
         guesses: list[dict[str, Any]] = fill(line, top_k=3)
         words = tuple(guess["token_str"].strip() for guess in guesses)
-        filled.append(Filled(line=line, words=words, probability=guesses[0]["score"]))
+        filled.append(FilledLine(line=line, words=words, probability=guesses[0]["score"]))
     return filled
 
 
@@ -151,6 +151,6 @@ def last_evaluation(run: Storage) -> dict[str, float]:
     """Return the metrics of the run's last evaluation."""
     from elastrata.run import history
 
-    entries = [e for e in history.read(run.sub("history")) if e["kind"] == "evaluated"]
+    entries = [e for e in history.read_entries(run.sub("history")) if e["kind"] == "evaluated"]
     last = entries[-1] if entries else {}
     return {name: value for name, value in last.items() if name.startswith("eval/")}

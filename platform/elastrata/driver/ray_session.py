@@ -24,7 +24,7 @@ from threading import Event, Thread
 from typing import Any, NoReturn
 
 from elastrata.cluster.processes import children, title
-from elastrata.driver.interrupt import undisturbed
+from elastrata.driver.interrupt import shield_from_signals
 from elastrata_pipelines.errors import UserError
 
 NICENESS = "RAY_worker_niceness"
@@ -88,7 +88,7 @@ def _joined_cluster(address: str, log_to_driver: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        with undisturbed("leaving Ray"):
+        with shield_from_signals("leaving Ray"):
             ray.shutdown()
 
 
@@ -141,7 +141,7 @@ def _own_node(folder: Path, num_cpus: int | None, log_to_driver: bool) -> Iterat
         Thread(target=_watch_ray, args=(_addresses(), folder, is_over), daemon=True).start()
         yield
     finally:
-        with undisturbed("ending Ray"):
+        with shield_from_signals("ending Ray"):
             is_over.set()
             ray.shutdown()
             watcher.kill()

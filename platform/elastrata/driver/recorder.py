@@ -8,7 +8,7 @@ from dataclasses import asdict
 from threading import Lock
 from typing import Any
 
-from elastrata.cluster.failure_attribution import Failures
+from elastrata.cluster.failure_attribution import FailureCount
 from elastrata.run.entries import metrics_of, step_record
 from elastrata.run.history import HistoryWriter
 from elastrata.step.events import (
@@ -30,7 +30,7 @@ from elastrata.step.records import StepRecord
 from elastrata.tracking.tracker import Tracker
 
 
-def catch_up(
+def record_missed_events(
     tracker: Tracker, entries: Iterable[Mapping[str, Any]], checkpoints: Sequence[Committed]
 ) -> None:
     """Record the events that a dead driver missed: steps of the history, checkpoints on storage.
@@ -77,7 +77,7 @@ class Observer:
         self,
         tracker: Tracker,
         history: HistoryWriter,
-        failures: Failures,
+        failures: FailureCount,
         show: Callable[[Event], None],
         world_sizes: Sequence[int],
         step: int,

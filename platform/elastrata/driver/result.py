@@ -41,7 +41,7 @@ class TrainResult:
         and all other values of its record, and `eval/...` if it was evaluated."""
         import pandas as pd
 
-        entries = history.read(Storage(self.run_dir).sub("history"))
+        entries = history.read_entries(Storage(self.run_dir).sub("history"))
         steps = pd.DataFrame(history.effective_steps(entries)).set_index("step")
         evaluations = history.surviving_evaluations(entries)
         evaluated = pd.DataFrame(
@@ -60,7 +60,7 @@ class TrainResult:
         from elastrata.run.pictures import losses
         from elastrata.tracking.plots import loss_figure
 
-        entries = history.read(Storage(self.run_dir).sub("history"))
+        entries = history.read_entries(Storage(self.run_dir).sub("history"))
         return loss_figure(losses(entries, history.effective_steps(entries)))
 
     def export(

@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from elastrata.checkpoints.state import load_plain
+from elastrata.checkpoints.state import load_unsharded
 from elastrata.device.capabilities import current_device
 from elastrata.parallel.mesh import data_rank, lone_group
 from elastrata.parallel.parallelize import ParallelConfig
-from elastrata.recipe.data_sets import without_limits
+from elastrata.recipe.data_sets import remove_epoch_limits
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.consistency import chosen_commit
+from elastrata.run.consistency import choose_commit
 from elastrata.run.folder import RUN_FILE, RunIdentity, read_identity, read_recipe
 from elastrata.run.weights import read_weights
-from elastrata.step.evaluate import evaluated
-from elastrata.trainer.evaluation import HeldOut
-from elastrata.trainer.preflight import training_data
+from elastrata.step.evaluate import evaluation_event
+from elastrata.trainer.evaluation import HeldOutData
+from elastrata.trainer.preflight import find_training_data
 from elastrata.trainer.trainer import Trainer
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 from elastrata_pipelines.storage import Storage
 
 
@@ -52,34 +52,34 @@ def evaluate_run(
     if identity is None:
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
     checkpoints = run.sub("checkpoints")
-    commit = chosen_commit(run, checkpoint)
+    commit = choose_commit(run, checkpoint)
     recipe = _alone(read_recipe(run, identity), identity)
     state = None if weights is None else read_weights(run, commit, weights)
     if state is not None:
         # The weights are given: without this, the trainer would put its average in their place.
         recipe = recipe.model_copy(update={"average": None})
     # Limits of sources concern training; here they could only cause errors.
-    data = training_data(without_limits(recipe))
+    data = find_training_data(remove_epoch_limits(recipe))
     # The trainer's collectives need a process group, also with a single rank.
     with lone_group(device := current_device()):
         trainer = Trainer(recipe, data.phases, device, world_size=1, per_node=1)
         trainer.restore(checkpoints, commit)
         if state is not None:
-            load_plain(trainer.model, state)
+            load_unsharded(trainer.model, state)
         rank = data_rank(0, 1, 1)
-        held_out = HeldOut(data.phases, data.evaluated, recipe.evaluation, rank, commit.step)
+        held_out = HeldOutData(data.phases, data.evaluated, recipe.evaluation, rank, commit.step)
         step = held_out.of(commit.step)
         if not step:
             raise UserError(f"{data.phases[-1].batches.url}: has no held-out data to evaluate on")
         losses, seconds = trainer.evaluate(step)
-    return evaluated(commit.step, losses, seconds).to_metrics()
+    return evaluation_event(commit.step, losses, seconds).to_metrics()
 
 
 def _alone(recipe: Recipe, identity: RunIdentity) -> Recipe:
     """Return the recipe for one process, with absolute paths of its data."""
     left = iter([data_set.url for data_set in identity.data])
     parts = tuple(
-        part.model_copy(update={"data": part.data.moved([next(left) for _ in part.data.places])})
+        part.model_copy(update={"data": part.data.move_to([next(left) for _ in part.data.places])})
         for part in recipe.parts
     )
     undivided = {"parallel": ParallelConfig()}
@@ -150,7 +150,10 @@ class Tasks:
         unknown = [name for name in names if name not in known]
         if unknown:
             raise UserError(
-                *(f"--tasks: {name}: no such task{nearest(name, known)}" for name in unknown)
+                *(
+                    f"--tasks: {name}: no such task{suggest_nearest(name, known)}"
+                    for name in unknown
+                )
             )
         self._names = list(dict.fromkeys(names))
 

@@ -20,7 +20,7 @@ from elastrata.run.folder import RUN_FILE, read_identity, read_recipe
 from elastrata.run.weights import TRAINED
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.preparation.encoders import make_encoder
-from elastrata_pipelines.preparation.packing import Frame, Texts, cut
+from elastrata_pipelines.preparation.packing import Frame, Texts, split_documents
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
 from elastrata_pipelines.storage import Storage
 
@@ -137,7 +137,7 @@ def _load(folder: Path) -> LanguageModel:
 class Perplexity:
     """Perplexity over all tokens of a text except the first of each sample."""
 
-    perplexity: float
+    compute_perplexity: float
     """e to the power of `loss`."""
     loss: float
     """Mean cross-entropy per token, in nats."""
@@ -146,7 +146,7 @@ class Perplexity:
 
 
 @torch.inference_mode()
-def perplexity(model: LanguageModel, text: str) -> Perplexity:
+def compute_perplexity(model: LanguageModel, text: str) -> Perplexity:
     """Return the perplexity of a text.
 
     The text is cut as `prepare` cuts a document: into consecutive samples of the model's length.
@@ -157,7 +157,7 @@ def perplexity(model: LanguageModel, text: str) -> Perplexity:
     """
     tokens, lengths, _ = make_encoder(model.tokenizer.tokenizer_json).encode([text])
     whole = Texts(ids=np.zeros(1, np.uint64), lengths=lengths, tokens=tokens)
-    samples = cut(whole, model.frame, seq_len=model.max_positions, min_tokens=1)
+    samples = split_documents(whole, model.frame, seq_len=model.max_positions, min_tokens=1)
     total, count = 0.0, 0
     for sample in np.split(samples.tokens, np.cumsum(samples.lengths)[:-1]):
         # A single token has no predecessor to predict it from.
@@ -198,7 +198,7 @@ class Continuation:
 
 
 @torch.inference_mode()
-def continuation(
+def continue_text(
     model: LanguageModel, prompt: str, *, tokens: int, sampling: Sampling
 ) -> Continuation:
     """Continue a text by up to `tokens` tokens, with a cache of keys and values.
@@ -223,7 +223,7 @@ def continuation(
         inputs = torch.tensor([fed], device=model.device)
         output = model.network(input_ids=inputs, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        fed = [chosen(output.logits[0, -1], sampling, generator)]
+        fed = [sample_token(output.logits[0, -1], sampling, generator)]
         if tuple(fed) == end:
             break
         new += fed
@@ -232,7 +232,7 @@ def continuation(
     return Continuation(text=text, tokens=len(new), ended=len(new) < tokens)
 
 
-def chosen(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Return the id of the next token.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from elastrata.optim.base import OptimizerKeys, ParameterGroup, decaying_or_not, trainable
+from elastrata.optim.base import OptimizerKeys, ParameterGroup, split_by_decay, trainable
 
 
 class AdamWConfig(OptimizerKeys):
@@ -22,7 +22,7 @@ class AdamWConfig(OptimizerKeys):
 
     def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:
         """Return two groups: weights, which decay, and biases and norms, which do not."""
-        return decaying_or_not(trainable(model), "AdamW", self.weight_decay)
+        return split_by_decay(trainable(model), "AdamW", self.weight_decay)
 
     def build(self, groups: Sequence[ParameterGroup]) -> torch.optim.AdamW:
         """Build PyTorch's AdamW."""

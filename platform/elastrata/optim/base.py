@@ -63,7 +63,7 @@ def block_matrices(parameters: Named, blocks: Iterable[nn.Module]) -> dict[str, 
     return {name: p for name, p in parameters.items() if id(p) in inside}
 
 
-def decaying_or_not(parameters: Named, rule: str, weight_decay: float) -> list[ParameterGroup]:
+def split_by_decay(parameters: Named, rule: str, weight_decay: float) -> list[ParameterGroup]:
     """Return two groups: weights of two and more dims, and biases and norms, which do not decay."""
     weights = {name: p for name, p in parameters.items() if p.ndim >= 2}
     rest = {name: p for name, p in parameters.items() if p.ndim < 2}

@@ -18,7 +18,7 @@ from elastrata.optim.base import (
     OptimizerKeys,
     ParameterGroup,
     adam_directions,
-    decaying_or_not,
+    split_by_decay,
     trainable,
 )
 from elastrata.parallel.sharding import MeshAxis, local, sharding_axes
@@ -49,7 +49,7 @@ class LambConfig(OptimizerKeys):
 
     def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:
         """Return two groups: weights, with decay and trust ratio, and biases and norms, without."""
-        return decaying_or_not(trainable(model), "LAMB", self.weight_decay)
+        return split_by_decay(trainable(model), "LAMB", self.weight_decay)
 
     def build(self, groups: Sequence[ParameterGroup]) -> Lamb:
         """Build LAMB, with trust ratios for tensors of two and more dims."""

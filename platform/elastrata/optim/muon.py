@@ -29,7 +29,7 @@ from elastrata.optim.base import (
     ParameterGroup,
     adam_directions,
     block_matrices,
-    decaying_or_not,
+    split_by_decay,
     trainable,
 )
 from elastrata.parallel.parallelize import DTYPES, Precision
@@ -95,7 +95,7 @@ def _on_parts(parts: Sequence[_Part], function: Callable[[Tensor], Tensor]) -> l
     divided_indices = [i for i, part in enumerate(parts) if part.axes and part.axes[0] == axis]
     others = [i for i in range(len(parts)) if i not in divided_indices]
     # The same on all ranks, as it depends on shapes only.
-    owners = share_out([_cost(parts[i].whole) for i in divided_indices], axis.size)
+    owners = assign_longest_first([_cost(parts[i].whole) for i in divided_indices], axis.size)
     indices_by_rank = [
         [i for i, o in zip(divided_indices, owners, strict=True) if o == r]
         for r in range(axis.size)
@@ -129,7 +129,7 @@ def _on_parts(parts: Sequence[_Part], function: Callable[[Tensor], Tensor]) -> l
     return [by_part[i] for i in range(len(parts))]
 
 
-def share_out(costs: Sequence[float], size: int) -> list[int]:
+def assign_longest_first(costs: Sequence[float], size: int) -> list[int]:
     """Assign pieces of work to ranks: the costliest first, each to the least busy rank (Graham's
     LPT rule)."""
     busy, owners = [0.0] * size, [0] * len(costs)
@@ -211,7 +211,7 @@ class MuonConfig(OptimizerKeys):
                 weight_decay=self.weight_decay,
                 parameters=matrices,
             ),
-            *decaying_or_not(rest, "AdamW", self.weight_decay),
+            *split_by_decay(rest, "AdamW", self.weight_decay),
         ]
 
     def build(self, groups: Sequence[ParameterGroup]) -> Muon:
@@ -252,7 +252,7 @@ class Muon(Optimizer):
         for AdamW."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._momentum, self._nesterov = momentum, nesterov
-        self._orthogonalize = partial(orthogonalized, dtype=dtype)
+        self._orthogonalize = partial(orthogonalize, dtype=dtype)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -299,7 +299,7 @@ class Muon(Optimizer):
         return mean
 
 
-def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalize(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Run five iterations of the quintic X -> a X + b (X X^T) X + c (X X^T)^2 X.
 
     Args:

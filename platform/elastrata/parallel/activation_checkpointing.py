@@ -40,7 +40,7 @@ _KEPT_OPS = frozenset(
 _MATMUL_OPS = frozenset({"aten::mm", "aten::addmm"})
 
 
-def way_at_first(policy: Recomputation | Literal["auto"]) -> Recomputation:
+def initial_recomputation(policy: Recomputation | Literal["auto"]) -> Recomputation:
     """Return the initial policy, used until `auto` chooses one."""
     return "none" if policy == "auto" else policy
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from typing_extensions import override
 
-from elastrata.parallel.sharding import local, own_part
+from elastrata.parallel.sharding import local, local_part
 from elastrata.workload.workload import Workload
 from elastrata_pipelines.format import Vocabulary
 
@@ -32,7 +32,7 @@ _OVERWRITING_OPS = ("aten::zero_", "aten::fill_")
 """In-place operators that overwrite all elements, in addition to the random ones."""
 
 
-class Outline:
+class DeferredModel:
     """A model on the meta device, ready to be divided and initialised.
 
     Args:
@@ -73,7 +73,7 @@ class Outline:
         buffers = dict(divided.named_buffers())
         for name, buffer in model.named_buffers():
             if name in buffers:
-                local(buffers[name]).copy_(own_part(buffer, buffers[name]))
+                local(buffers[name]).copy_(local_part(buffer, buffers[name]))
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
@@ -224,7 +224,7 @@ class _InitMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy(self, parameter: _Parameter) -> None:
         target = self._targets.get(parameter.name or "")
         if target is not None and self._draws:
-            local(target).copy_(own_part(parameter.value, target))
+            local(target).copy_(local_part(parameter.value, target))
 
     def _track_uninitialized(self, func: Any, out: Any) -> None:
         """Track which memory has not been written yet."""
@@ -285,7 +285,9 @@ _MORE_IDS = 2**21
 """More than any multiple that tables are padded to."""
 
 
-def sizes(workload: Workload, vocabulary: Vocabulary, seq_len: int) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(
+    workload: Workload, vocabulary: Vocabulary, seq_len: int
+) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of a workload's model, by name."""
     model = meta_model(lambda: workload.build_model(vocabulary, seq_len))
     state: dict[str, Tensor] = model.state_dict()
@@ -296,11 +298,11 @@ def sizes(workload: Workload, vocabulary: Vocabulary, seq_len: int) -> dict[str,
 def id_tables(workload: Workload, vocabulary: Vocabulary, seq_len: int) -> frozenset[str]:
     """Return the names of the tensors whose first dim grows with the vocabulary."""
     larger = vocabulary.model_copy(update={"size": vocabulary.size + _MORE_IDS})
-    before, after = (sizes(workload, v, seq_len) for v in (vocabulary, larger))
+    before, after = (tensor_shapes(workload, v, seq_len) for v in (vocabulary, larger))
     return frozenset(name for name, shape in before.items() if after[name] != shape)
 
 
-def counted_rows(
+def partial_tables(
     workload: Workload,
     vocabulary: Vocabulary,
     seq_len: int,
@@ -316,7 +318,7 @@ def counted_rows(
         given: shapes of the given tensors, by the names of this model.
         num_ids: number of ids of the given tensors.
     """
-    shapes = sizes(workload, vocabulary, seq_len)
+    shapes = tensor_shapes(workload, vocabulary, seq_len)
     return {
         name: num_ids
         for name in id_tables(workload, vocabulary, seq_len)

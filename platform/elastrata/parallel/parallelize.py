@@ -20,9 +20,9 @@ from elastrata.parallel.reduction import (
     DuringBackward,
     Exchange,
     Reduction,
-    at_once,
-    exchange_over,
+    build_exchange,
     nodes_of_all,
+    wait_and_run,
 )
 
 Workers = Annotated[int, Field(gt=0, le=100_000)]
@@ -119,7 +119,7 @@ class ParallelConfig(Config):
         return self.micro_batches or self.pipeline
 
 
-def sync_at_first(policy: GradientSync | Literal["auto"]) -> GradientSync:
+def initial_gradient_sync(policy: GradientSync | Literal["auto"]) -> GradientSync:
     """Return the initial value of `gradient_sync`, used until `auto` chooses one."""
     return "step" if policy == "auto" else policy
 
@@ -225,7 +225,7 @@ def _build_exchange(mesh: DeviceMesh, parallel: ParallelConfig) -> Exchange | No
     if parallel.reduce_dtype == "fp32" and not parallel.virtual_ranks:
         return None
     group = mesh.get_group("shard") if mesh.ndim > 1 else mesh.get_group()
-    return exchange_over(group, nodes_of_all(), "nccl")
+    return build_exchange(group, nodes_of_all(), "nccl")
 
 
 def _build_reduction(
@@ -234,7 +234,7 @@ def _build_reduction(
     """Return the reduction to use, or None if FSDP2's own is sufficient."""
     if dtype == "fp32" and not overlap:
         return None
-    on_completion = DuringBackward() if overlap else at_once
+    on_completion = DuringBackward() if overlap else wait_and_run
     copies = mesh.get_group("replicate") if mesh.ndim > 1 else None
     return Reduction(DTYPES[dtype], on_completion, copies, exchange)
 

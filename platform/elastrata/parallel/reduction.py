@@ -30,7 +30,7 @@ Exchange = Callable[[Tensor, Tensor], dist.Work]
 tensor of rank r, as the part from this rank."""
 
 
-def exchange_at_once(group: dist.ProcessGroup) -> Exchange:
+def direct_exchange(group: dist.ProcessGroup) -> Exchange:
     """Return the direct exchange: every rank sends to every other rank."""
 
     def exchange(received: Tensor, sent: Tensor) -> dist.Work:
@@ -41,7 +41,7 @@ def exchange_at_once(group: dist.ProcessGroup) -> Exchange:
 
 
 class TwoHops:
-    """Exchange in two hops, with the result of `exchange_at_once` to the bit.
+    """Exchange in two hops, with the result of `direct_exchange` to the bit.
 
     A part first goes to the rank of this node that has the receiver's local rank, and from there to
     the receiver's node.
@@ -70,7 +70,7 @@ class TwoHops:
         return work
 
 
-def exchange_over(group: dist.ProcessGroup, nodes: Sequence[object], backend: str) -> Exchange:
+def build_exchange(group: dist.ProcessGroup, nodes: Sequence[object], backend: str) -> Exchange:
     """Build the exchange over a group. Collective over the group.
 
     It takes two hops if the group spans several nodes with the same number of ranks, more than one,
@@ -85,7 +85,7 @@ def exchange_over(group: dist.ProcessGroup, nodes: Sequence[object], backend: st
     sizes = node_sizes([nodes[rank] for rank in ranks])
     # A second hop saves connections only between equal nodes with several ranks each.
     if len(sizes) < 2 or len(set(sizes)) > 1 or sizes[0] == 1:
-        return exchange_at_once(group)
+        return direct_exchange(group)
     node, place = divmod(ranks.index(dist.get_rank()), sizes[0])
     neighbours = ranks[node * sizes[0] : (node + 1) * sizes[0]]
     counterparts = ranks[place :: sizes[0]]
@@ -113,11 +113,11 @@ def _new_subgroup(ranks: list[int], backend: str) -> dist.ProcessGroup:
     return group
 
 
-Then = Callable[[dist.Work, Callable[[], object]], None]
+OnCompletion = Callable[[dist.Work, Callable[[], object]], None]
 """Runs a function once a collective has finished."""
 
 
-def at_once(work: dist.Work, then: Callable[[], object]) -> None:
+def wait_and_run(work: dist.Work, then: Callable[[], object]) -> None:
     """Wait for the collective, then run the function. On a GPU only the stream waits."""
     work.wait()
     then()
@@ -140,7 +140,7 @@ class DuringBackward:
     def _finish(self) -> None:
         pending, self._pending = self._pending, []
         for work, then in pending:
-            at_once(work, then)
+            wait_and_run(work, then)
 
 
 class Reduction(DefaultReduceScatter):
@@ -150,8 +150,8 @@ class Reduction(DefaultReduceScatter):
         dtype: type in which gradients travel. Over the ranks that share a copy of the model, each
             part is rounded to it once, and the parts are added in fp32 in the order of the ranks.
             Over the copies, every sum of two is rounded.
-        then: `at_once`, or a `DuringBackward`, with which buckets have their sums only after the
-            backward pass.
+        then: `wait_and_run`, or a `DuringBackward`, with which buckets have their sums only after
+            the backward pass.
         copies: ranks with the same shard in all copies of the model, this one included.
         exchange: among the ranks that share a copy; None: direct.
     """
@@ -159,7 +159,7 @@ class Reduction(DefaultReduceScatter):
     def __init__(
         self,
         dtype: torch.dtype,
-        then: Then,
+        then: OnCompletion,
         copies: dist.ProcessGroup | None = None,
         exchange: Exchange | None = None,
     ) -> None:
@@ -195,7 +195,7 @@ class Reduction(DefaultReduceScatter):
         assert op == dist.ReduceOp.SUM
         assert not async_op
         # The sum over copies needs this one as its input.
-        then = at_once if self._copies else self._then
+        then = wait_and_run if self._copies else self._then
         if self._dtype == input_tensor.dtype:
             work = super().__call__(output_tensor, input_tensor, group, op, async_op=True)
             then(work, lambda: input_tensor)  # keeps the tensor alive until then
@@ -203,7 +203,7 @@ class Reduction(DefaultReduceScatter):
         # An exchange instead of a reduce-scatter, which would round every partial sum.
         sent = input_tensor.to(self._dtype)
         received = torch.empty_like(sent)
-        work = (self._exchange or exchange_at_once(group))(received, sent)
+        work = (self._exchange or direct_exchange(group))(received, sent)
         parts = received.view(group.size(), -1)
         then(work, lambda: torch.sum(parts, 0, dtype=output_tensor.dtype, out=output_tensor))
         return None
@@ -255,7 +255,7 @@ class DeterministicReduceScatter(ReduceScatter):
         assert op == dist.ReduceOp.SUM
         assert not async_op
         received = torch.empty_like(input_tensor)
-        (self._exchange or exchange_at_once(group))(received, input_tensor).wait()
+        (self._exchange or direct_exchange(group))(received, input_tensor).wait()
         for shard in received.chunk(group.size()):
             # From left to right, in the order of virtual ranks: fp32 addition is not associative.
             self._sum = shard.clone() if self._sum is None else self._sum.add_(shard)

@@ -48,7 +48,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def resharded(tensor: Tensor, shard: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, shard: Tensor) -> Tensor:
     """Return a tensor with the local values `shard` and the sharding of `tensor`, on any device."""
     if not isinstance(tensor, DTensor):
         return shard
@@ -71,7 +71,7 @@ def sharding_axes(tensor: Tensor) -> tuple[MeshAxis, ...]:
     )
 
 
-def axes_as_divided(tensor: Tensor) -> list[MeshAxis]:
+def axes_in_division_order(tensor: Tensor) -> list[MeshAxis]:
     """Return the axes in the order in which they divided the tensor."""
     if not isinstance(tensor, DTensor):
         return []
@@ -83,7 +83,7 @@ def axes_as_divided(tensor: Tensor) -> list[MeshAxis]:
     return [*plain, *(axis for axis in reversed(axes) if axis not in plain)]
 
 
-def own_part(whole: Tensor, like: Tensor) -> Tensor:
+def local_part(whole: Tensor, like: Tensor) -> Tensor:
     """Return this rank's shard, maybe empty, of a tensor that every rank has, as a view.
 
     Args:
@@ -91,17 +91,17 @@ def own_part(whole: Tensor, like: Tensor) -> Tensor:
         like: tensor with the sharding; its values are not used.
     """
     part = whole
-    for axis in axes_as_divided(like):
+    for axis in axes_in_division_order(like):
         parts = torch.chunk(part, axis.size, dim=axis.dim)  # may return fewer parts
         part = parts[axis.rank] if axis.rank < len(parts) else part.narrow(axis.dim, 0, 0)
     return part
 
 
-def own_box(like: Tensor) -> tuple[slice, ...]:
+def local_box(like: Tensor) -> tuple[slice, ...]:
     """Return the place of this rank's shard, maybe empty, in the whole tensor: a range for each
     dim."""
     # Views of meta tensors have the offset of the shard, without memory.
-    part = own_part(torch.empty(like.shape, device="meta"), like)
+    part = local_part(torch.empty(like.shape, device="meta"), like)
     starts, offset = [], part.storage_offset()
     for stride in torch.empty(like.shape, device="meta").stride():
         starts.append(offset // stride)

@@ -243,7 +243,7 @@ class Pipeline(ForwardBackward):
         """Pad micro-batches to one length."""
         # torch receives all hidden states of a step into memory of one shape.
         multiple = math.lcm(FILLED_TO, self._parallel.tensor)
-        return self._workload.equally_long(batches, multiple)
+        return self._workload.pad_to_one_length(batches, multiple)
 
     @override
     def train(
@@ -272,7 +272,7 @@ class Pipeline(ForwardBackward):
         return losses
 
     @override
-    def recomputes(self, share: float) -> None:
+    def set_recomputation(self, share: float) -> None:
         """Set the recomputation for the bubble's figure; the blocks themselves are set
         elsewhere."""
         self._recomputed = share
@@ -285,7 +285,7 @@ class Pipeline(ForwardBackward):
         return {"bubble": self._bubble, "memory_by_stage": tuple(map(int, memory))}
 
     @override
-    def synchronizes(self, when: GradientSync) -> None:
+    def set_gradient_sync(self, when: GradientSync) -> None:
         """Check that gradients are summed once a step, as the schedule does."""
         assert when == "step"
 

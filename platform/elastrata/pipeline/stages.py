@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from elastrata.parallel.activation_checkpointing import Recomputation
 from elastrata.parallel.mesh import data_axes
 from elastrata.parallel.parallelize import ParallelConfig, Precision, parallelize
-from elastrata.step.forward_backward import weighted
+from elastrata.step.forward_backward import weighted_loss
 from elastrata.workload.batch import Batch
 from elastrata.workload.workload import Loss, PipelineParallel, TensorParallel, Workload
 
@@ -99,7 +99,7 @@ class Stage(nn.Module):
             return cast(Tensor, part(batch))
         loss = self._workload.loss(part, batch)
         self.losses.append(loss.detached())
-        return weighted(loss, self.weights)
+        return weighted_loss(loss, self.weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def own_spans(costs: Sequence[int], mesh: DeviceMesh, parallel: ParallelConfig) 
     return {number: spans[number] for number in numbers}
 
 
-def cut_in_stages(
+def split_into_stages(
     model: nn.Module,
     workload: PipelineParallel,
     costs: Sequence[int],

@@ -68,7 +68,7 @@ def micro_batches_in_flight(layout: Layout, micro_batches: int, stage: int) -> f
     return min(in_flight, micro_batches)
 
 
-def travelling(
+def hidden_state_buffers(
     model: ModelSpec,
     stack: Stack,
     layout: Layout,
@@ -90,7 +90,7 @@ def travelling(
     return hidden * (received + micro_batches * behind + in_flight * behind)
 
 
-def waiting_gradients(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+def deferred_gradient_bytes(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     """Return the bytes of output gradients of a block's matrices and norms for one micro-batch,
     from which zero bubble computes the weight gradients later."""
     inner = (2 if model.gated else 1) * model.feed_forward
@@ -102,7 +102,7 @@ def waiting_gradients(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     return tokens * (own / layout.tensor + whole)
 
 
-def kept_activations(model: ModelSpec, stack: Stack, layout: Layout, block: float) -> float:
+def saved_activations(model: ModelSpec, stack: Stack, layout: Layout, block: float) -> float:
     """Return the bytes of a block that are kept for the backward pass.
 
     Without checkpointing a block keeps all of them, with `full` its input, and with `selective` its
@@ -138,12 +138,12 @@ def logits_and_loss(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     return logits * stack.logit_bytes + min(logits, stack.logits_at_once) * FP32_BYTES
 
 
-def computed_again(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+def recomputed_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     """Return the bytes of recomputed activations during a block's backward pass."""
     if layout.checkpointing == "none":
         return 0.0
     block = block_activations(model, stack, layout)
-    again = max(0.0, block - kept_activations(model, stack, layout, block))
+    again = max(0.0, block - saved_activations(model, stack, layout, block))
     if layout.checkpointing == "full" or not model.gated:
         return again
     # `selective` saves the last product of a gated feed-forward, which the backward pass never
@@ -151,7 +151,7 @@ def computed_again(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     return again + layout.micro_batch * model.seq_len * model.hidden * stack.element_bytes
 
 
-def in_backward(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+def backward_gradients(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     """Return the bytes of gradients that coexist inside a block during its backward pass.
 
     They are the gradients of the feed-forward's inner activations and of the block's output. In a
@@ -164,7 +164,7 @@ def in_backward(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     return layout.micro_batch * model.seq_len * numbers * stack.element_bytes
 
 
-def kept_product(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+def saved_gate_product(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     """Return the bytes of the product of a gated feed-forward's two factors. Zero bubble keeps it
     to compute weight gradients later."""
     inner = model.feed_forward / layout.tensor if model.gated else 0.0
@@ -186,7 +186,7 @@ def head_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     return tokens * columns * stack.element_bytes + head_inputs(model, stack, layout)
 
 
-def normed_embeddings(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+def embedding_norm_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     """Return the bytes that a norm of the embeddings keeps for one micro-batch: their sum, whole on
     every tensor-parallel device. A first block without a norm reduces this."""
     hidden = layout.micro_batch * model.seq_len * model.hidden * stack.element_bytes

@@ -10,13 +10,13 @@ from functools import cached_property, partial
 from itertools import product
 
 from elastrata.parallel.activation_checkpointing import Recomputation
-from elastrata.parallel.parallelize import GradientSync, ParallelConfig, sync_at_first
+from elastrata.parallel.parallelize import GradientSync, ParallelConfig, initial_gradient_sync
 from elastrata.planner.cluster import Cluster
-from elastrata.planner.devices import device_like
+from elastrata.planner.devices import match_device
 from elastrata.planner.layout import MOST_SAMPLES, Layout
 from elastrata.planner.memory import memory
 from elastrata.planner.operations import Machine
-from elastrata.planner.plan import machine_of
+from elastrata.planner.plan import build_machine
 from elastrata.planner.step_time import step_time
 from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.workload.model_spec import ModelSpec
@@ -48,7 +48,7 @@ class Choice:
     """Key of the section `parallel`."""
 
 
-def budgets(longest: int, batch_size: int) -> tuple[int, ...]:
+def micro_batch_budgets(longest: int, batch_size: int) -> tuple[int, ...]:
     """Return the token numbers that `micro_batch_tokens: auto` may resolve to, ascending.
 
     They hold 1, 2, 4... of the longest samples, up to the batch size or `MOST_SAMPLES`.
@@ -73,7 +73,7 @@ class Choices:
     layout: Layout
     """Layout of the group. Its `micro_batch` and `checkpointing` are ignored."""
     batch_size: int
-    budgets: tuple[int, ...]
+    micro_batch_budgets: tuple[int, ...]
     """Ascending."""
     policies: tuple[Recomputation, ...]
     """Ordered from least to most recomputation."""
@@ -160,7 +160,7 @@ class Choices:
         return max(fast_choices, key=lambda choice: (choice.micro_batch_tokens, -seconds[choice]))
 
 
-class Correction:
+class MemoryCorrection:
     """Measurements of a group of workers that determine the choice for the next step.
 
     The first step uses the choice with the least memory. Later steps rely on measurements, and the
@@ -338,7 +338,7 @@ def group_layout(parallel: ParallelConfig, world_size: int) -> Layout:
         stage_speeds=parallel.stage_speeds or (),
         shards=data // copies,
         copies=copies,
-        gradient_sync=sync_at_first(parallel.gradient_sync),
+        gradient_sync=initial_gradient_sync(parallel.gradient_sync),
         reshard=parallel.reshard_after_forward and copies < data,
     )
 
@@ -351,7 +351,7 @@ def group_cluster(device_name: str, world_size: int, per_node: int) -> Cluster:
         world_size: workers of the group.
         per_node: workers on one node.
     """
-    return Cluster(device=device_like(device_name), devices=world_size, per_node=per_node)
+    return Cluster(device=match_device(device_name), devices=world_size, per_node=per_node)
 
 
 def policies(recipe: Recipe) -> tuple[Recomputation, ...]:
@@ -385,7 +385,7 @@ def phase_choices(
     return Choices(
         model=model,
         cluster=cluster,
-        machine=machine_of(recipe, cluster),
+        machine=build_machine(recipe, cluster),
         layout=layout,
         batch_size=part.batch_size,
         budgets=tuple(sizes),
@@ -408,7 +408,9 @@ class AutomaticPlan:
     """True if the memory is within the usable share of a device."""
 
 
-def planned(recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster) -> AutomaticPlan:
+def plan_automatic_choice(
+    recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster
+) -> AutomaticPlan:
     """Return the choice of a group on all devices of a cluster, assuming that measurements match
     the plan.
 
@@ -424,7 +426,7 @@ def planned(recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster)
         recipe,
         part,
         model,
-        budgets(model.seq_len, part.batch_size) if tokens == "auto" else (tokens,),
+        micro_batch_budgets(model.seq_len, part.batch_size) if tokens == "auto" else (tokens,),
         layout,
         cluster,
     )

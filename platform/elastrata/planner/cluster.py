@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError, WithJsonSchema, field_v
 
 from elastrata.config import Config
 from elastrata.device.capabilities import Peak
-from elastrata.planner.devices import NAMES, Device, device_named
+from elastrata.planner.devices import NAMES, Device, find_device
 from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.schema import DRAFT
 from elastrata.recipe.yaml_reader import RecipeText
@@ -68,14 +68,14 @@ class ClusterConfig(Config):
     @classmethod
     def _is_known(cls, name: str) -> str:
         try:
-            return device_named(name).name
+            return find_device(name).name
         except UserError as error:
             # `recipe_problems` prefixes the key and the value.
             raise ValueError(error.problems[0].removeprefix(f"{name}: ")) from None
 
     def described(self) -> Device:
         """Return the device, with the values of the file overriding those of its data sheet."""
-        sheet = device_named(self.device)
+        sheet = find_device(self.device)
         return replace(
             sheet,
             memory_bytes=_in_units(self.memory_gb, 1e9, sheet.memory_bytes),
@@ -147,7 +147,7 @@ def read_cluster(text: str) -> Cluster:
 
 def _find_device(where: str, name: str) -> Device:
     try:
-        return device_named(name)
+        return find_device(name)
     except UserError as error:
         raise UserError(f"{where}: device: {error.problems[0]}") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elastrata.device.capabilities import PEAKS, Peak
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +296,7 @@ SLICES = {
 NAMES = (*DEVICES, *ALIASES, *SLICES)
 
 
-def device_named(name: str) -> Device:
+def find_device(name: str) -> Device:
     """Return the device or slice with a name or alias, in any case.
 
     Raises:
@@ -305,12 +305,12 @@ def device_named(name: str) -> Device:
     canonical_names = {one.lower(): ALIASES.get(one, one) for one in NAMES}
     canonical_name = canonical_names.get(name.lower())
     if canonical_name is None:
-        hint = nearest(name.upper(), [*DEVICES, *ALIASES])
+        hint = suggest_nearest(name.upper(), [*DEVICES, *ALIASES])
         raise UserError(f"{name}: no such device{hint}; known: {', '.join(DEVICES)}")
     return (DEVICES | SLICES)[canonical_name]
 
 
-def device_like(name: str) -> Device:
+def match_device(name: str) -> Device:
     """Return the device or slice that a driver's name such as `NVIDIA A100-SXM4-40GB MIG 3g.20gb`
     denotes, or an A100 for an unknown name.
 

@@ -8,18 +8,18 @@ from functools import cache, cached_property
 
 from elastrata.pipeline.stages import stage_spans
 from elastrata.planner.activations import (
+    backward_gradients,
     block_activations,
-    computed_again,
+    deferred_gradient_bytes,
+    embedding_norm_activations,
     head_activations,
     head_inputs,
-    in_backward,
-    kept_activations,
-    kept_product,
+    hidden_state_buffers,
     logits_and_loss,
     micro_batches_in_flight,
-    normed_embeddings,
-    travelling,
-    waiting_gradients,
+    recomputed_activations,
+    saved_activations,
+    saved_gate_product,
 )
 from elastrata.planner.devices import Device
 from elastrata.planner.layout import Layout
@@ -91,13 +91,13 @@ class Stage:
     @property
     def peak(self) -> Moment:
         """The moment with the largest total."""
-        moments = [self.at_end()]
+        moments = [self.moment_at_end()]
         # If gradients exist when the most micro-batches are in flight, the first backward pass is
         # no peak.
         for before in (0, 1) if self.all_go_forward_first else (1,):
-            moments += [self.in_block(before), self.at_front(before)]
+            moments += [self.moment_in_last_block(before), self.moment_in_first_blocks(before)]
             if self.has_head:
-                moments.append(self.at_loss(before))
+                moments.append(self.moment_at_loss(before))
         return max(moments, key=lambda moment: moment.total)
 
     @cached_property
@@ -108,7 +108,7 @@ class Stage:
         return (self.numbers - whole) / self.layout.tensor + whole
 
     @property
-    def is_divided(self) -> bool:
+    def has_split_backward(self) -> bool:
         """True if weight gradients are computed later than input gradients."""
         return self.layout.pipeline > 1 and self.layout.schedule == "zero_bubble"
 
@@ -133,7 +133,7 @@ class Stage:
         """Micro-batches that wait for their weight gradients, without the newest."""
         return min(self.number, self.micro_batches) / self.layout.virtual_stages
 
-    def at_loss(self, before: int) -> Moment:
+    def moment_at_loss(self, before: int) -> Moment:
         """Return the moment at which the newest micro-batch's backward pass begins.
 
         Args:
@@ -149,28 +149,30 @@ class Stage:
             working=logits + inputs,
         )
 
-    def in_block(self, before: int) -> Moment:
+    def moment_in_last_block(self, before: int) -> Moment:
         """Return the moment at which the last block goes backward; `before` as in `at_loss`."""
         layout = self.layout
-        working = in_backward(self.model, self.stack, layout)
-        working += computed_again(self.model, self.stack, layout)
+        working = backward_gradients(self.model, self.stack, layout)
+        working += recomputed_activations(self.model, self.stack, layout)
         if self.has_head:
             # The gradient of the head's table exists until all blocks have gone backward.
             columns = self.model.vocabulary / layout.tensor
             working += columns * self.model.hidden * self.stack.element_bytes
-        if self.is_divided:
+        if self.has_split_backward:
             working += self._waiting_gradients() / layout.virtual_stages
-            working += kept_product(self.model, self.stack, layout)
+            working += saved_gate_product(self.model, self.stack, layout)
         return Moment(
             gathered=self._gathered_parameters(2),
             gradients=self._accumulated_gradients() * before,
-            activations=self._activations_in_flight(before, newest=1 if self.is_divided else 0),
+            activations=self._activations_in_flight(
+                before, newest=1 if self.has_split_backward else 0
+            ),
             working=working,
         )
 
-    def at_front(self, before: int) -> Moment:
+    def moment_in_first_blocks(self, before: int) -> Moment:
         """Return the moment at which the first blocks go backward; `before` as in `at_loss`."""
-        moment, layout, stack = self.in_block(before), self.layout, self.stack
+        moment, layout, stack = self.moment_in_last_block(before), self.layout, self.stack
         # In a pipeline FSDP2 keeps blocks gathered for a backward pass (except the last of a step)
         # until they have gone forward again.
         behind = self.blocks // layout.virtual_stages - 2
@@ -185,7 +187,7 @@ class Stage:
             activations=moment.activations - behind * self._kept_of_block(),
         )
 
-    def at_end(self) -> Moment:
+    def moment_at_end(self) -> Moment:
         """Return the moment at which the last backward pass ends."""
         return Moment(
             gathered=self._gathered_parameters(2),
@@ -209,10 +211,10 @@ class Stage:
     def _kept_of_block(self) -> float:
         """Return the bytes that one block keeps for one micro-batch."""
         model, stack, layout = self.model, self.stack, self.layout
-        return kept_activations(model, stack, layout, block_activations(model, stack, layout))
+        return saved_activations(model, stack, layout, block_activations(model, stack, layout))
 
     def _hidden_states_in_transit(self) -> float:
-        return travelling(
+        return hidden_state_buffers(
             self.model, self.stack, self.layout, self.micro_batches, self.in_flight, self.number
         )
 
@@ -223,8 +225,8 @@ class Stage:
         model, stack, layout = self.model, self.stack, self.layout
         kept = self._kept_of_block() * self.blocks * in_flight + self._hidden_states_in_transit()
         if self.number == 0:
-            kept += normed_embeddings(model, stack, layout) * in_flight
-        if self.is_divided:
+            kept += embedding_norm_activations(model, stack, layout) * in_flight
+        if self.has_split_backward:
             kept += self._waiting_gradients() * self.waiting
         return kept + self._head_activations_in_flight(newest) if self.has_head else kept
 
@@ -234,14 +236,14 @@ class Stage:
         head = head_activations(self.model, self.stack, self.layout)
         if self.goes_forward_first:
             return head * (self.micro_batches - 1)
-        if not self.is_divided:
+        if not self.has_split_backward:
             return 0.0
         inputs = head_inputs(self.model, self.stack, self.layout)
         # Weight gradients also need the gradients of the head's inputs.
         return (head + inputs) * (self.waiting + newest)
 
     def _waiting_gradients(self) -> float:
-        return self.blocks * waiting_gradients(self.model, self.stack, self.layout)
+        return self.blocks * deferred_gradient_bytes(self.model, self.stack, self.layout)
 
     def _accumulated_gradients(self) -> float:
         """Return the bytes of gradients of earlier micro-batches at the start of a backward pass.
@@ -362,12 +364,12 @@ def memory(
             ),
             device,
         )
-        for number in fullest(blocks)
+        for number in peak_stage_candidates(blocks)
     ]
     return max(needs, key=lambda need: need.total)
 
 
-def fullest(blocks: Sequence[int]) -> set[int]:
+def peak_stage_candidates(blocks: Sequence[int]) -> set[int]:
     """Return the indices of stages that can need most memory.
 
     These are the first stage, the last stage, and the first and the last of the stages with most

@@ -174,7 +174,7 @@ def block_passes(
 
 
 @lru_cache(maxsize=4096)
-def again_seconds(
+def recomputation_seconds(
     model: ModelSpec,
     machine: Machine,
     samples: int,

@@ -15,9 +15,9 @@ from elastrata.planner.devices import CPU, DEVICES, GPU
 from elastrata.planner.layout import MOST_SAMPLES, Layout
 from elastrata.planner.memory import Memory, memory
 from elastrata.planner.operations import Machine
-from elastrata.planner.stack import elastrata
+from elastrata.planner.stack import engine_stack
 from elastrata.planner.step_time import StepTime, step_time
-from elastrata.recipe.data_sets import data_spec, full_part
+from elastrata.recipe.data_sets import assume_full_phase, data_spec
 from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.workload.model_spec import ModelSpec
@@ -59,11 +59,11 @@ class Forecast:
         return self.time.bubble / self.time.total
 
     @property
-    def exposed(self) -> float:
+    def exposed_message_share(self) -> float:
         """Share of the step in which devices wait for messages."""
         return self.time.messages / self.time.total
 
-    def why_slower(self, best: Forecast) -> str:
+    def explain_slowdown(self, best: Forecast) -> str:
         """Return the term with the largest loss against the best layout, in words; empty if no term
         is slower."""
         lost = {name: vars(self.time)[name] - vars(best.time)[name] for name in _TERM_NAMES}
@@ -134,11 +134,11 @@ class SearchResult:
         """Fastest forecast of each family of layouts."""
         best: dict[tuple[int, ...], Forecast] = {}
         for each in self.forecasts:
-            best.setdefault(family(each.layout), each)
+            best.setdefault(division_of(each.layout), each)
         return tuple(best.values())
 
 
-def family(layout: Layout) -> tuple[int, ...]:
+def division_of(layout: Layout) -> tuple[int, ...]:
     """Return the sizes of a layout that determine how devices divide the model."""
     return layout.tensor, layout.pipeline, layout.copies, layout.shards
 
@@ -299,9 +299,9 @@ def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
             the workload cannot be planned.
     """
     spec = data_spec(recipe)
-    part = full_part(part, spec.seq_len)
+    part = assume_full_phase(part, spec.seq_len)
     model = model_spec(recipe.workload, spec.vocabulary, spec.seq_len)
-    machine = machine_of(recipe, cluster)
+    machine = build_machine(recipe, cluster)
     if part.batch_size < 1:
         raise UserError("batch_size: 0: expected at least 1")
     result = _search(recipe, part, model, cluster, machine)
@@ -318,11 +318,11 @@ def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
     )
 
 
-def machine_of(recipe: Recipe, cluster: Cluster) -> Machine:
+def build_machine(recipe: Recipe, cluster: Cluster) -> Machine:
     """Return the cluster's device with this engine as the training system, in the recipe's
     precision."""
     is_cpu = cluster.device.name == "CPU"
-    stack = elastrata(
+    stack = engine_stack(
         recipe.precision, recipe.parallel.reduce_dtype, averages=recipe.average is not None
     )
     stack = replace(stack, has_second_moments=recipe.optimizer.has_second_moments)
@@ -374,7 +374,7 @@ def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, objec
     }
 
 
-def problems_of(recipe: Recipe, layout: Layout, seq_len: int) -> list[str]:
+def layout_problems(recipe: Recipe, layout: Layout, seq_len: int) -> list[str]:
     """Return the reasons why this version cannot train the recipe under a layout, one line each."""
     values = recipe.model_dump(mode="json")
     for path, value in recipe_keys(recipe, layout, seq_len).items():

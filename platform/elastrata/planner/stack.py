@@ -67,7 +67,7 @@ class Stack:
     """Share of allocated memory that is lost to fragmentation in the allocator."""
 
 
-def elastrata(precision: Precision, reduced: Precision, *, averages: bool = False) -> Stack:
+def engine_stack(precision: Precision, reduced: Precision, *, averages: bool = False) -> Stack:
     """Return this project's engine: FSDP2 with fp32 states. `averages` adds an average of the
     weights."""
     element = DTYPES[precision].itemsize

@@ -10,11 +10,11 @@ from elastrata.planner.memory import blocks_of_stages
 from elastrata.planner.operations import (
     Machine,
     Passes,
-    again_seconds,
     block_passes,
     gather_seconds,
     head_passes,
     neighbour_seconds,
+    recomputation_seconds,
     sum_seconds,
     traffic_seconds,
 )
@@ -140,7 +140,7 @@ def stage_time(
     micro_batches = layout.micro_batches(batch_size)
     shape = (layout.micro_batch, layout.tensor, layout.sequence and layout.tensor > 1)
     block = block_passes(model, machine, *shape)
-    again = again_seconds(model, machine, *shape, layout.checkpointing)
+    again = recomputation_seconds(model, machine, *shape, layout.checkpointing)
     messages = _tensor_message_seconds(at)
     logits = head_passes(model, machine, layout.micro_batch, layout.tensor)
     head = logits.forward + logits.backward

@@ -1,4 +1,4 @@
-"""The key `begin_with`: initial weights of a run, and the model that they imply."""
+"""The key `load_parent`: initial weights of a run, and the model that they imply."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from elastrata.checkpoints.weights_folder import CONFIG, weights_folder
+from elastrata.checkpoints.weights_folder import CONFIG, find_weights_folder
 from elastrata.config import Config
 from elastrata.recipe.yaml_values import read_stored
 from elastrata.workload.hf_mapping import HasCounterpart
-from elastrata.workload.installed import installed_workloads
+from elastrata.workload.installed import find_workloads
 from elastrata.workload.workload import workload_class
-from elastrata_pipelines.checked_json import reason
+from elastrata_pipelines.checked_json import describe_error
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -68,7 +68,7 @@ def is_run(place: str) -> bool:
         return any(storage.exists(name) for name in ("run.json", "checkpoints"))
     # Every storage backend raises different exceptions.
     except Exception as error:
-        raise UserError(f"{place}: cannot be read ({reason(error)})") from None
+        raise UserError(f"{place}: cannot be read ({describe_error(error)})") from None
 
 
 def _expand_shorthand(value: Any) -> Any:
@@ -80,7 +80,7 @@ BeginWith = Annotated[
 ]
 
 
-def given_workload(begin: BeginConfig) -> dict[str, Any]:
+def read_workload(begin: BeginConfig) -> dict[str, Any]:
     """Return the section `workload` of the model to which the weights belong.
 
     Raises:
@@ -89,7 +89,7 @@ def given_workload(begin: BeginConfig) -> dict[str, Any]:
     try:
         if is_run(begin.place):
             return _read_run_workload(Storage(begin.place))
-        folder = weights_folder(begin.place, begin.revision)
+        folder = find_weights_folder(begin.place, begin.revision)
         return _match_workload(folder.config(), folder.storage.uri(CONFIG))
     except UserError as error:
         raise UserError(*(f"{_KEY}: {line}" for line in error.problems)) from None
@@ -108,7 +108,7 @@ def _read_run_workload(run: Storage) -> dict[str, Any]:
 
 def _match_workload(config: Any, where: str) -> dict[str, Any]:
     # Sorted, so that every machine chooses the same of several matching workloads.
-    names = sorted(installed_workloads())
+    names = sorted(find_workloads())
     for name in names:
         workload = workload_class(name)
         settings = workload.settings_of(config) if issubclass(workload, HasCounterpart) else None

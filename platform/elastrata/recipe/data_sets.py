@@ -11,11 +11,11 @@ from typing import TypeVar
 
 from elastrata.recipe.recipe import DataConfig, PhaseKeys, Recipe
 from elastrata.recipe.rules import cross_field_problems
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 from elastrata_pipelines.format import MANIFEST, Manifest, Vocabulary
 from elastrata_pipelines.format.manifest import TOKENIZER_DIR
-from elastrata_pipelines.groups import steps_for
-from elastrata_pipelines.mixture import UNITS, Leg, Mixture, in_units
+from elastrata_pipelines.groups import count_steps_for
+from elastrata_pipelines.mixture import UNITS, Leg, Mixture, shares_to_units
 from elastrata_pipelines.preparation import PrepareConfig, TokenizerConfig
 from elastrata_pipelines.storage import Storage
 
@@ -120,13 +120,13 @@ def _preparations_of_phase(data: DataConfig, config: PrepareConfig) -> dict[str,
     }
     problems = [
         f"data.sources.{number}.name: {name}: not among the sources of data.prepare, "
-        f"{', '.join(texts)}{nearest(name, texts)}"
+        f"{', '.join(texts)}{suggest_nearest(name, texts)}"
         for number, name in enumerate(places_by_name)
         if name not in texts
     ]
     problems += [
         f"data.prepare.sources: {name}: not among data.sources, {', '.join(places_by_name)}"
-        f"{nearest(name, places_by_name)}"
+        f"{suggest_nearest(name, places_by_name)}"
         for name in texts
         if name not in places_by_name
     ]
@@ -150,7 +150,7 @@ def _replace_tokenizer(data: str, config: PrepareConfig) -> PrepareConfig:
     return config.model_copy(update={"tokenizer": tokenizer})
 
 
-def wanted_mixture(data: DataConfig, manifests: Sequence[Manifest], samples: int) -> Mixture:
+def requested_mixture(data: DataConfig, manifests: Sequence[Manifest], samples: int) -> Mixture:
     """Return the mixture that a phase requests, assuming an unlimited supply of every source.
 
     Args:
@@ -168,14 +168,14 @@ def wanted_mixture(data: DataConfig, manifests: Sequence[Manifest], samples: int
 def mean_tokens(data: DataConfig, manifests: Sequence[Manifest]) -> float:
     """Return the mean number of tokens per sample over a phase with constant or linearly changing
     shares."""
-    mixture = wanted_mixture(data, manifests, 1)
+    mixture = requested_mixture(data, manifests, 1)
     # The mean of linearly changing shares is that of the first and the last ones.
     shares = map(sum, zip(mixture.legs[0].shares, mixture.last_shares, strict=True))
     means = (manifest.tokens / manifest.samples for manifest in manifests)
     return sum(share * mean for share, mean in zip(shares, means, strict=True)) / (2 * UNITS)
 
 
-def without_limits(recipe: Recipe) -> Recipe:
+def remove_epoch_limits(recipe: Recipe) -> Recipe:
     """Return the recipe without limits on the epochs of sources."""
 
     def unlimited(part: PhaseKeys) -> PhaseKeys:
@@ -193,8 +193,8 @@ def _sample_shares(
 ) -> tuple[int, ...]:
     """Return the shares of samples that correspond to weights."""
     if data.weight_by == "samples" or not any(weights):
-        return in_units(weights if any(weights) else [1.0] * len(weights))
-    return in_units(
+        return shares_to_units(weights if any(weights) else [1.0] * len(weights))
+    return shares_to_units(
         [
             # Fractions keep the shares independent of floating-point rounding.
             Fraction(weight) * manifest.samples / manifest.tokens
@@ -206,7 +206,7 @@ def _sample_shares(
 Part = TypeVar("Part", bound=PhaseKeys)
 
 
-def in_steps(recipe: Recipe) -> Recipe:
+def resolve_steps(recipe: Recipe) -> Recipe:
     """Return the recipe with `epochs` and `tokens` converted to `steps`. Phases without an existing
     data set stay unchanged.
 
@@ -227,7 +227,7 @@ def in_steps(recipe: Recipe) -> Recipe:
     return recipe_in_steps
 
 
-def as_if_full(recipe: Recipe, seq_len: int) -> Recipe:
+def assume_full_samples(recipe: Recipe, seq_len: int) -> Recipe:
     """Return the recipe with `tokens` converted to `steps` of full-length samples, as the planner
     counts them. Phases with `epochs` stay unchanged.
 
@@ -236,21 +236,21 @@ def as_if_full(recipe: Recipe, seq_len: int) -> Recipe:
         seq_len: tokens of every sample.
     """
     if recipe.phases:
-        phases = tuple(full_part(part, seq_len) for part in recipe.phases)
+        phases = tuple(assume_full_phase(part, seq_len) for part in recipe.phases)
         return recipe.model_copy(update={"phases": phases})
-    return full_part(recipe, seq_len)
+    return assume_full_phase(recipe, seq_len)
 
 
-def full_part(part: Part, seq_len: int) -> Part:
+def assume_full_phase(part: Part, seq_len: int) -> Part:
     """Return a phase with `tokens` converted to `steps` of full-length samples."""
     if part.steps is not None or part.tokens is None:
         return part
     samples = -(-part.tokens // seq_len)
-    steps = steps_for(samples, full=part.batch_size, warmup=part.batch_size_warmup)
+    steps = count_steps_for(samples, full=part.batch_size, warmup=part.batch_size_warmup)
     return part.model_copy(update={"steps": steps, "tokens": None})
 
 
-def samples_of(part: PhaseKeys, manifests: Sequence[Manifest]) -> int:
+def count_samples(part: PhaseKeys, manifests: Sequence[Manifest]) -> int:
     """Return the number of samples of a phase with a length in epochs or tokens.
 
     Args:
@@ -271,8 +271,8 @@ def _count_steps(part: Part) -> Part:
     data_sets = [Storage(place) for place in part.data.places.values()]
     if part.steps is not None or not all(data_set.exists(MANIFEST) for data_set in data_sets):
         return part
-    steps = steps_for(
-        samples_of(part, list(map(Manifest.read, data_sets))),
+    steps = count_steps_for(
+        count_samples(part, list(map(Manifest.read, data_sets))),
         full=part.batch_size,
         warmup=part.batch_size_warmup,
     )

@@ -8,9 +8,16 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
-from elastrata.recipe.begin_with import BeginWith, given_workload
-from elastrata.recipe.problems import misread_booleans, recipe_problems, shown_value
-from elastrata.recipe.recipe import LENGTHS, NO_LENGTH, PER_PHASE, PhaseKeys, Recipe, with_inherited
+from elastrata.recipe.begin_with import BeginWith, read_workload
+from elastrata.recipe.problems import find_boolean_problems, format_value, recipe_problems
+from elastrata.recipe.recipe import (
+    LENGTHS,
+    NO_LENGTH,
+    PER_PHASE,
+    PhaseKeys,
+    Recipe,
+    inherit_phase_keys,
+)
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
 from elastrata.recipe.yaml_values import dump_yaml
@@ -31,7 +38,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     text = read_recipe_text(name_or_path, overrides, model=Recipe)
     text.values.setdefault("name", text.name)
     _add_given_workload(text)
-    problems = misread_booleans(_model_with_workload(text), text) + vain_keys(text)
+    problems = find_boolean_problems(_model_with_workload(text), text) + unused_keys(text)
     try:
         recipe = Recipe.model_validate(text.values)
     except ValidationError as error:
@@ -58,13 +65,13 @@ def _add_given_workload(text: RecipeText) -> None:
         # Validation of the whole recipe reports it.
         return
     try:
-        text.values["workload"] = given_workload(begin)
+        text.values["workload"] = read_workload(begin)
     except UserError as error:
         origin = text.origin(("begin_with",))
         raise UserError(*(f"{origin}: {line}" for line in error.problems)) from None
 
 
-def stored_recipe(values: Any, file: str) -> Recipe:
+def parse_stored_recipe(values: Any, file: str) -> Recipe:
     """Return a recipe from values that an earlier run stored.
 
     Args:
@@ -133,7 +140,7 @@ def _create_model_with(workload: type[Workload]) -> type[BaseModel]:
 Path = tuple[str, ...]
 
 
-def vain_keys(text: RecipeText) -> list[str]:
+def unused_keys(text: RecipeText) -> list[str]:
     """Return a line for each key of the recipe that no phase inherits.
 
     Keys of a base recipe are not reported if the extending recipe or an override defines the
@@ -148,7 +155,7 @@ def vain_keys(text: RecipeText) -> list[str]:
     if not all(isinstance(phase, Mapping) for phase in phases):
         # Validation reports the mistake.
         return []
-    whole = with_inherited(text.values)["phases"]
+    whole = inherit_phase_keys(text.values)["phases"]
     keys = [key for key in PhaseKeys.model_fields if key in text.values]
     # Stored recipes with phases contain null for the keys in PER_PHASE.
     found = [
@@ -166,7 +173,7 @@ def _vain_key_line(text: RecipeText, path: Path, value: Any, count: int) -> str:
     key = ".".join(path)
     instead = f"phases.0.{key}" if count == 1 else f"phases.0.{key} to phases.{count - 1}.{key}"
     return (
-        f"{text.origin(path)}: {key}: {shown_value(value)}: no phase takes it, as each has its "
+        f"{text.origin(path)}: {key}: {format_value(value)}: no phase takes it, as each has its "
         f"own: expected {instead} in its place"
     )
 

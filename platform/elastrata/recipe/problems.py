@@ -13,20 +13,20 @@ from pydantic import ValidationError
 
 from elastrata.recipe.value_types import (
     Model,
-    allows,
+    accepts_type,
     best_member,
     choices,
-    expected,
+    describe_type,
     field_type,
     item_type,
-    known_paths,
+    iter_key_paths,
     members,
     model_of,
 )
 from elastrata.recipe.yaml_reader import RecipeText
 from elastrata_pipelines.configured_text import MOST_CHARACTERS
-from elastrata_pipelines.errors import UserError, nearest
-from elastrata_pipelines.url_secrets import without_secrets
+from elastrata_pipelines.errors import UserError, suggest_nearest
+from elastrata_pipelines.url_secrets import hide_unrecorded_parts
 
 _SHOWN_CHARACTERS = 60
 _SHOWN_PROBLEMS = 50
@@ -76,9 +76,9 @@ def _fill_in_phases(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if "phases" not in values:
         return values
     # This imports torch, which readers of other files should not have to wait for.
-    from elastrata.recipe.recipe import with_inherited
+    from elastrata.recipe.recipe import inherit_phase_keys
 
-    return with_inherited(values)
+    return inherit_phase_keys(values)
 
 
 def _select_longest(lines: list[str]) -> list[str]:
@@ -93,21 +93,23 @@ def _select_longest(lines: list[str]) -> list[str]:
     return list(by_value.values())
 
 
-def misread_booleans(model: Model, text: RecipeText) -> list[str]:
+def find_boolean_problems(model: Model, text: RecipeText) -> list[str]:
     """Return a line for each `true` or `false` in place of a number."""
     return [
-        f"{text.origin(place.path)}: {'.'.join(place.path)}: {shown_value(place.value)}: "
-        f"expected {expected(place.annotation)}"
+        f"{text.origin(place.path)}: {'.'.join(place.path)}: {format_value(place.value)}: "
+        f"expected {describe_type(place.annotation)}"
         for place in _iter_leaves(Place((), model, text.values))
         # pydantic would silently accept true and false as 1 and 0.
-        if isinstance(place.value, bool) and place.is_known and not allows(place.annotation, bool)
+        if isinstance(place.value, bool)
+        and place.is_known
+        and not accepts_type(place.annotation, bool)
     ]
 
 
-def shown_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as one line of YAML, shortened and without secrets."""
     if isinstance(value, str):
-        shown = repr(without_secrets(value)[:MOST_CHARACTERS])
+        shown = repr(hide_unrecorded_parts(value)[:MOST_CHARACTERS])
     else:
         # Dumping a large value takes long, and only its start is shown.
         part = _truncate(value, [_SHOWN_CHARACTERS])
@@ -123,7 +125,7 @@ def _truncate(value: Any, room: list[int]) -> Any:
     room[0] -= 1
     if isinstance(value, str):
         # Secrets are removed first: truncation could cut off the @ by which they are found.
-        return without_secrets(value)[:MOST_CHARACTERS]
+        return hide_unrecorded_parts(value)[:MOST_CHARACTERS]
     if isinstance(value, Mapping):
         return {_truncate(k, room): _truncate(v, room) for k, v in value.items() if room[0] > 0}
     if isinstance(value, list | tuple):
@@ -228,23 +230,27 @@ def _item(value: Any, part: Any) -> Any:
 
 def _describe(problem: Mapping[str, Any], place: Place, model: Model) -> list[str]:
     """Return the lines about one error, without the file."""
-    where, value = ".".join(place.path), shown_value(place.value)
+    where, value = ".".join(place.path), format_value(place.value)
     inner = problem.get("ctx", {}).get("error")
     if not place.is_known:
         return [f"{where}: {value}: unknown key{_suggest_key(place, model)}"]
     if problem["type"] == "missing":
-        return [f"{where}: missing: expected {expected(place.annotation)}"]
+        return [f"{where}: missing: expected {describe_type(place.annotation)}"]
     if isinstance(inner, Exception) and isinstance(inner.__cause__, UserError):
         # Validators that raise UserError name the key in their lines.
         return list(inner.__cause__.problems)
     if isinstance(inner, Exception):
         parts = [where, *([] if isinstance(place.value, dict | list) else [value]), str(inner)]
         return [": ".join(filter(None, parts))]
-    hint = nearest(place.value, choices(place.annotation)) if isinstance(place.value, str) else ""
+    hint = (
+        suggest_nearest(place.value, choices(place.annotation))
+        if isinstance(place.value, str)
+        else ""
+    )
     # Far limits are mentioned only if the value violates one of them.
     is_negative_bound = problem["type"] == "greater_than_equal" and problem["ctx"]["ge"] < 0
     limits = is_negative_bound or problem["type"] in _UPPER_BOUND_ERRORS
-    return [f"{where}: {value}: expected {expected(place.annotation, limits=limits)}{hint}"]
+    return [f"{where}: {value}: expected {describe_type(place.annotation, limits=limits)}{hint}"]
 
 
 def _suggest_key(place: Place, model: Model) -> str:
@@ -253,11 +259,11 @@ def _suggest_key(place: Place, model: Model) -> str:
     section = model_of(members(place.annotation)[0])
     name = place.path[-1]
     keys = list(section.model_fields) if section else []
-    others = [path for path in known_paths(model) if path != place.path]
+    others = [path for path in iter_key_paths(model) if path != place.path]
     matching_paths = [".".join(path) for path in others if path[-1] == name]
     if matching_paths:
         return f" (did you mean '{matching_paths[0]}'?)"
-    return nearest(name, keys) or f"; expected {', '.join(keys)}"
+    return suggest_nearest(name, keys) or f"; expected {', '.join(keys)}"
 
 
 def _iter_leaves(at: Place) -> Iterator[Place]:

@@ -22,7 +22,7 @@ from elastrata.optim.optimizer import OptimizerConfig
 from elastrata.parallel.activation_checkpointing import Recomputation
 from elastrata.parallel.parallelize import ParallelConfig, Precision, Workers
 from elastrata.recipe.begin_with import BeginWith
-from elastrata.recipe.value_types import merged
+from elastrata.recipe.value_types import merge_sections
 from elastrata.sparsity.config import SparsityConfig
 from elastrata.step.average import AverageConfig
 from elastrata.step.clip import ClipConfig
@@ -126,7 +126,7 @@ class DataConfig(Config):
             for source, count in zip(self.sources, samples, strict=bool(self.sources))
         )
 
-    def moved(self, places: Sequence[str]) -> DataConfig:
+    def move_to(self, places: Sequence[str]) -> DataConfig:
         """Return the same data with its data sets at other places."""
         if not self.sources:
             return self.model_copy(update={"path": places[0]})
@@ -205,7 +205,7 @@ class Phase(PhaseKeys):
     """For people."""
 
 
-def with_inherited(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def inherit_phase_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's values with phases that contain all keys that they inherit.
 
     Args:
@@ -217,7 +217,8 @@ def with_inherited(recipe: Mapping[str, Any]) -> dict[str, Any]:
     # Merging before validation lets a phase omit required keys.
     common = {key: recipe[key] for key in PhaseKeys.model_fields if key in recipe}
     whole = [
-        merged(Phase, common, phase) if isinstance(phase, Mapping) else phase for phase in phases
+        merge_sections(Phase, common, phase) if isinstance(phase, Mapping) else phase
+        for phase in phases
     ]
     return {**recipe, "phases": whole}
 
@@ -328,7 +329,7 @@ class Recipe(PhaseKeys):
     file's name, or `bert-tiny` for the recipe `bert/tiny`."""
     workload: Annotated[SerializeAsAny[Workload], BeforeValidator(_validate_workload)]
     """The model and its objective; `name` chooses one of those installed. A file that has
-    `begin_with` may leave it out: the model is that of the weights."""
+    `load_parent` may leave it out: the model is that of the weights."""
     begin_with: BeginWith | None = None
     """The weights that the run begins with: another run's, or those of a folder that transformers
     or `elastrata export` has written. Default: they are drawn."""
@@ -372,7 +373,7 @@ class Recipe(PhaseKeys):
     @model_validator(mode="before")
     @classmethod
     def _phases_inherit(cls, values: Any) -> Any:
-        return with_inherited(values) if isinstance(values, Mapping) else values
+        return inherit_phase_keys(values) if isinstance(values, Mapping) else values
 
     @field_validator("name")
     @classmethod
@@ -419,7 +420,7 @@ class Recipe(PhaseKeys):
         """Number of optimizer steps of the whole run."""
         return sum(part.num_steps for part in self.parts)
 
-    def as_recorded(self) -> Recipe:
+    def without_preparation(self) -> Recipe:
         """Return the recipe for records, without `data.prepare`."""
         # The manifest of a data set states how it was actually prepared.
         phases = tuple(_without_preparation(phase) for phase in self.phases)

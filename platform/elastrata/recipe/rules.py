@@ -11,7 +11,7 @@ from elastrata.sparsity.config import TwoFourConfig
 from elastrata.sparsity.layers import layer_shapes, sparsity_problems
 from elastrata.step.evaluate import evaluation_metrics
 from elastrata.workload.workload import stage_problems, tensor_problems
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 
 
 def cross_field_problems(recipe: Recipe) -> list[Problem]:
@@ -84,8 +84,8 @@ def _length_problems(part: PhaseKeys) -> Iterator[Problem]:
         value = getattr(part, key)
         yield (key,), f"{key}: {value}: expected without {given[0]}, which says the length too"
     warmup, offset = part.schedule.warmup_steps, part.schedule.warmup_offset
-    # With `epochs` or `tokens` the steps are unknown until the data is prepared; `in_steps` repeats
-    # these rules then.
+    # With `epochs` or `tokens` the steps are unknown until the data is prepared; `resolve_steps`
+    # repeats these rules then.
     if part.steps is not None and warmup - offset >= part.steps:
         more = f" plus warmup_offset ({offset})" if offset else ""
         yield (
@@ -118,7 +118,7 @@ def _target_problems(recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("target", "metric"),
             f"target.metric: {target.metric!r}: expected one of {', '.join(metrics)}"
-            f"{nearest(target.metric, metrics)}",
+            f"{suggest_nearest(target.metric, metrics)}",
         )
 
 
@@ -179,7 +179,10 @@ def _batch_size_problems(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
 
 def _least_samples(recipe: Recipe) -> tuple[int, str]:
     """Return the smallest valid number of samples of a step, and the name of that number."""
-    return recipe.workers.min // recipe.parallel.group_size, f"workers.min{over_group(recipe)}"
+    return (
+        recipe.workers.min // recipe.parallel.group_size,
+        f"workers.min{group_count_suffix(recipe)}",
+    )
 
 
 def _batch_share_unit(group_size: int) -> str:
@@ -292,7 +295,7 @@ def _clip_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     # With as many copies as groups, each copy is on one group, and nothing is summed inside a copy.
     elif replicate > 1 and least <= replicate <= most:
-        name = f"workers.min{over_group(recipe)}"
+        name = f"workers.min{group_count_suffix(recipe)}"
         yield (
             ("clip", "scope"),
             f"clip.scope: 'local': expected {name} above parallel.replicate ({replicate}): a "
@@ -410,14 +413,14 @@ def _replica_problems(recipe: Recipe) -> Iterator[Problem]:
     # With `workers.max: auto` the number of workers is unknown until the run starts.
     most = recipe.workers.most // recipe.parallel.group_size
     if replicate != "all" and recipe.workers.max != "auto" and replicate > most:
-        name = f"workers.max{over_group(recipe)}"
+        name = f"workers.max{group_count_suffix(recipe)}"
         yield (
             ("parallel", "replicate"),
             f"parallel.replicate: {replicate}: expected at most {name} ({most})",
         )
 
 
-def over_group(recipe: Recipe) -> str:
+def group_count_suffix(recipe: Recipe) -> str:
     """Return the suffix that turns the name of a worker count into that of a group count."""
     sizes = (("tensor", recipe.parallel.tensor), ("pipeline", recipe.parallel.pipeline))
     return "".join(f" / parallel.{name}" for name, size in sizes if size > 1)
@@ -468,7 +471,7 @@ def _micro_batch_problems(recipe: Recipe) -> Iterator[Problem]:
             yield (
                 key,
                 f"{'.'.join(key)}: {part.batch_size}: expected at least {groups * count}: a sample "
-                f"for each of {count} micro-batches of workers.max{over_group(recipe)} "
+                f"for each of {count} micro-batches of workers.max{group_count_suffix(recipe)} "
                 f"({groups}) groups of workers",
             )
 
@@ -529,7 +532,7 @@ def automatic_problems(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def fixed_tokens(recipe: Recipe, wanted_by: str) -> int:
+def require_fixed_tokens(recipe: Recipe, wanted_by: str) -> int:
     """Return `micro_batch_tokens` of a recipe without phases and without `auto` keys.
 
     Args:

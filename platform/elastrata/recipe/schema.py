@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastrata.recipe.recipe import LENGTHS, Recipe
-from elastrata.workload.installed import installed_workloads
+from elastrata.workload.installed import find_workloads
 from elastrata.workload.workload import workload_class
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -36,7 +36,7 @@ def recipe_schema() -> dict[str, Any]:
     }
     # Phases inherit keys, so none is required.
     recipe["properties"]["phases"]["items"] = {"$ref": f"{_DEFS}Phase{_VARIANT}"}
-    # `begin_with` can replace `workload`.
+    # `load_parent` can replace `workload`.
     recipe["required"] = [key for key in recipe["required"] if key != "workload"]
     base = "A recipe's file or name; this one says only what is different."
     schema = extending_schema("Recipe", {**recipe, "$defs": defs}, base)
@@ -70,7 +70,7 @@ def extending_schema(name: str, schema: dict[str, Any], base: str) -> dict[str, 
 def _workload_references(defs: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a reference to the schema of each installed workload."""
     references = []
-    for name in sorted(installed_workloads()):
+    for name in sorted(find_workloads()):
         schema = _hoist_definitions(workload_class(name).model_json_schema(), defs)
         schema["properties"]["name"] = {"const": name, "description": "The workload."}
         schema["required"] = sorted({*schema.get("required", []), "name"})

@@ -118,13 +118,13 @@ def choices(annotation: Any) -> list[str]:
     ]
 
 
-def allows(annotation: Any, kind: type) -> bool:
+def accepts_type(annotation: Any, kind: type) -> bool:
     """Return whether an annotation accepts plain values of a type."""
     bare = [split(member)[0] for member in members(annotation)]
     return Any in bare or any(isinstance(item, type) and issubclass(item, kind) for item in bare)
 
 
-def expected(annotation: Any, *, limits: bool = False) -> str:
+def describe_type(annotation: Any, *, limits: bool = False) -> str:
     """Return a description of an annotation, such as `a number above 0 or 'auto'`.
 
     Args:
@@ -148,14 +148,15 @@ def expected(annotation: Any, *, limits: bool = False) -> str:
         return f"a section with {_join(list(model.model_fields), 'and', most=4)}"
     origin = get_origin(bare)
     if origin is tuple and Ellipsis not in get_args(bare):
-        return f"a list of {len(get_args(bare))}: {_join([*map(expected, get_args(bare))], 'and')}"
+        items = _join([*map(describe_type, get_args(bare))], "and")
+        return f"a list of {len(get_args(bare))}: {items}"
     if origin in (list, tuple, Sequence):
         return (
-            f"a list, each item {expected(item_type(bare, 0))}"
+            f"a list, each item {describe_type(item_type(bare, 0))}"
             f"{_describe_bounds(constraints, limits)}"
         )
     if origin in (dict, Mapping):
-        return f"keys with values, each {expected(item_type(bare, 0))}"
+        return f"keys with values, each {describe_type(item_type(bare, 0))}"
     return _PLAIN.get(bare, "a value") + _describe_bounds(constraints, limits)
 
 
@@ -163,7 +164,7 @@ def _describe_alternatives(member: Any, limits: bool) -> list[str]:
     bare, _ = split(member)
     if get_origin(bare) is Literal:
         return [*map(repr, get_args(bare))]
-    return [expected(member, limits=limits)]
+    return [describe_type(member, limits=limits)]
 
 
 def _describe_bounds(constraints: Sequence[Any], limits: bool) -> str:
@@ -195,16 +196,16 @@ def _join(words: list[str], word: str, most: int = 12) -> str:
     return f" {word} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def known_paths(annotation: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def iter_key_paths(annotation: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yield the path of every key below an annotation."""
     for member in members(annotation):
         if model := model_of(member):
             for name, field in model.model_fields.items():
                 yield (*prefix, name)
-                yield from known_paths(field_type(field), (*prefix, name))
+                yield from iter_key_paths(field_type(field), (*prefix, name))
 
 
-def replaced_keys(annotation: Any, base: Mapping[str, Any], said: Mapping[str, Any]) -> set[str]:
+def obsolete_keys(annotation: Any, base: Mapping[str, Any], said: Mapping[str, Any]) -> set[str]:
     """Return the keys of a section that belong to an alternative that is no longer selected.
 
     Args:
@@ -233,15 +234,19 @@ def type_below(annotation: Any, values: Any, key: Any) -> Any:
     return Any if field is None else field_type(field)
 
 
-def merged(annotation: Any, base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def merge_sections(
+    annotation: Any, base: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return two merged sections: nested sections are merged, other values replaced."""
-    left_out = replaced_keys(annotation, base, values)
+    left_out = obsolete_keys(annotation, base, values)
     kept = {key: value for key, value in base.items() if key not in left_out}
     for key, value in values.items():
         below = kept.get(key)
         if isinstance(value, Mapping) and isinstance(below, Mapping):
             # The key that names the section's kind may be in the base only.
-            kept[key] = merged(type_below(annotation, {**base, **values}, key), below, value)
+            kept[key] = merge_sections(
+                type_below(annotation, {**base, **values}, key), below, value
+            )
         else:
             kept[key] = value
     return kept

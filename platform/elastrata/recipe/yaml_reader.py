@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastrata.recipe.value_types import Model, replaced_keys, type_below
+from elastrata.recipe.value_types import Model, obsolete_keys, type_below
 from elastrata.recipe.yaml_values import MOST_DEPTH, parse_yaml, read_text
-from elastrata.workload.installed import installed_workloads
-from elastrata_pipelines.errors import UserError, nearest
-from elastrata_pipelines.url_secrets import hide_secrets, without_secrets
+from elastrata.workload.installed import find_workloads
+from elastrata_pipelines.errors import UserError, suggest_nearest
+from elastrata_pipelines.url_secrets import hide_secrets, hide_unrecorded_parts
 
 COMMAND_LINE = "command line"
 _EXTENDS = "extends"
@@ -97,8 +97,8 @@ def find_recipe(name_or_path: str, beside: Path | None = None) -> Path:
     recipes = available_recipes(name_or_path.partition("/")[0])
     if name_or_path not in recipes:
         raise UserError(
-            f"{name_or_path}: no such recipe{nearest(name_or_path, recipes)}; expected a .yaml "
-            f"file or one of "
+            f"{name_or_path}: no such recipe{suggest_nearest(name_or_path, recipes)}; expected a "
+            f".yaml file or one of "
             f"{', '.join(sorted(recipes)) or '(no workload with recipes is installed)'}"
         )
     return recipes[name_or_path]
@@ -111,7 +111,7 @@ def available_recipes(workload: str | None = None) -> dict[str, Path]:
         workload: name of a workload to find even if it was installed after this process started.
     """
     recipes: dict[str, Path] = {}
-    for point in installed_workloads(workload).values():
+    for point in find_workloads(workload).values():
         spec = importlib.util.find_spec(point.module)
         if spec and spec.origin:
             for path in sorted((Path(spec.origin).parent / "recipes").glob("*.yaml")):
@@ -162,7 +162,7 @@ def _display_name(path: Path) -> str:
 
 def _shorten(text: str) -> str:
     """Return a text without secrets, limited in length."""
-    text = hide_secrets(without_secrets(text))
+    text = hide_secrets(hide_unrecorded_parts(text))
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 
@@ -186,7 +186,7 @@ def _merge(
     Nested sections are merged and other values replaced. Keys of alternatives that are no longer
     chosen are removed.
     """
-    for key in replaced_keys(annotation, into, values):
+    for key in obsolete_keys(annotation, into, values):
         del into[key]
     for key, value in values.items():
         path = (*prefix, key)
@@ -231,7 +231,7 @@ def _set_value(text: RecipeText, path: Sequence[str], value: Any, annotation: An
         key = _resolve_key(at, part, path[:depth])
         if is_last:
             if isinstance(at, dict):
-                for other in replaced_keys(annotation, at, {part: value}):
+                for other in obsolete_keys(annotation, at, {part: value}):
                     # If overrides name keys of two alternatives, both stay: validation reports the
                     # contradiction.
                     if text.origins.get(".".join((*path[:-1], other))) != COMMAND_LINE:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import yaml
 
-from elastrata_pipelines.checked_json import read_bytes, reason
+from elastrata_pipelines.checked_json import describe_error, read_bytes
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -80,7 +80,7 @@ def read_text(path: Path, shown: str, most: int = MOST_BYTES) -> str:
             raise UserError(f"{shown}: {status.st_size:,} bytes, expected at most {most:,}")
         return _decode(path.read_bytes(), shown)
     except (OSError, ValueError) as error:  # ValueError: an invalid file name
-        raise UserError(f"{shown}: cannot be read ({reason(error)})") from None
+        raise UserError(f"{shown}: cannot be read ({describe_error(error)})") from None
 
 
 def read_stored(storage: Storage, *parts: str) -> Any:
@@ -307,4 +307,4 @@ def _load_documents(
         ) from None
     # ValueError and OverflowError: escapes such as "\UFFFFFFFF" that are not characters.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise UserError(f"{where}: not valid YAML: {reason(error)}") from None
+        raise UserError(f"{where}: not valid YAML: {describe_error(error)}") from None

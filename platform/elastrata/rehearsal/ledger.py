@@ -161,7 +161,7 @@ class Ledger:
         """Restart the peak from the present live bytes."""
         self.peak_bytes = self.live_bytes
 
-    def collective(self, size: int, **kind: Any) -> None:
+    def add_collective(self, size: int, **kind: Any) -> None:
         """Enter a message; `kind` has the first fields of `MessageFigures`."""
         with self._lock:
             self.entries.add_message(size, **kind)
@@ -181,14 +181,14 @@ class Ledger:
         with self._lock:
             self.entries.add_wait(reason, *current_line())
 
-    def made_groups(self) -> list[GroupFigures]:
+    def group_figures(self) -> list[GroupFigures]:
         """Return the process groups created so far."""
         return [
             GroupFigures(backend=backend, ranks=ranks, count=count)
             for (backend, ranks), count in sorted(self.groups.items())
         ]
 
-    def sees(self, storages: Sequence[torch.UntypedStorage]) -> None:
+    def track_storages(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Count new device memory until it is freed."""
         for storage in storages:
             key = storage._cdata

@@ -37,11 +37,11 @@ def load_shim() -> None:
     if "torch" in sys.modules:
         raise RuntimeError("fake CUDA must be there before torch is: load it in a new process")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # real devices would get the requests for fake ones
-    library = shim(_torch_folder())
+    library = shim_library(_torch_folder())
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def shim(torch_folder: Path) -> Path:
+def shim_library(torch_folder: Path) -> Path:
     """Return the library for an installation of torch; compile it if it is not in the cache.
 
     Raises:
@@ -156,9 +156,9 @@ def main() -> None:
     request = Request(**{**values, "overrides": tuple(values["overrides"])})
     try:
         load_shim()
-        from elastrata.rehearsal.rehearse import figures
+        from elastrata.rehearsal.rehearse import rehearse_request
 
-        answer: dict[str, object] = {"figures": asdict(figures(request))}
+        answer: dict[str, object] = {"figures": asdict(rehearse_request(request))}
     except UserError as error:
         answer = {"problems": list(error.problems)}
     print(json.dumps(answer))

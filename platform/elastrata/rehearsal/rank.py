@@ -31,7 +31,7 @@ from elastrata.parallel.sharding import local
 from elastrata.planner.choice import group_layout
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.memory import memory
-from elastrata.planner.plan import machine_of
+from elastrata.planner.plan import build_machine
 from elastrata.recipe.data_sets import DataSpec
 from elastrata.recipe.recipe import Recipe
 from elastrata.rehearsal.cuda import FakeDevice
@@ -46,9 +46,9 @@ from elastrata.rehearsal.session import rehearsal
 from elastrata.sparsity.masks import Masks
 from elastrata.step.train_step import total_weights
 from elastrata.trainer import build_model as engine
-from elastrata.trainer.build_model import DividedModel, divided_model, weight_average
-from elastrata.trainer.trainer import Loop, training_loop
-from elastrata.workload.workload import Planned
+from elastrata.trainer.build_model import DividedModel, build_divided_model, build_weight_average
+from elastrata.trainer.trainer import Loop, build_loop
+from elastrata.workload.workload import PlannableWorkload
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.deal import Ints, deal
 from elastrata_pipelines.payload import RankStep
@@ -90,7 +90,7 @@ def rank_steps(
         )
 
 
-def shortened(step: RankStep, micro_batches: int) -> RankStep:
+def shorten_step(step: RankStep, micro_batches: int) -> RankStep:
     """Return a step with its first micro-batches only, or unchanged if it has several rounds."""
     if step.rounds > 1 or micro_batches >= len(step.micro_batches):
         return step
@@ -99,12 +99,12 @@ def shortened(step: RankStep, micro_batches: int) -> RankStep:
     return replace(step, rows=rows, cuts=cuts)
 
 
-def full(recipe: Recipe, spec: DataSpec, steps: int) -> list[Ints]:
+def full_lengths(recipe: Recipe, spec: DataSpec, steps: int) -> list[Ints]:
     """Return the sample lengths of batches whose samples all have the full length."""
     return [np.full(recipe.batch_size, spec.seq_len, dtype=np.int64)] * steps
 
 
-def varying(recipe: Recipe, spec: DataSpec, steps: int) -> list[Ints]:
+def varying_lengths(recipe: Recipe, spec: DataSpec, steps: int) -> list[Ints]:
     """Return random sample lengths, between an eighth of the full length and all of it."""
     rng = np.random.default_rng(recipe.seed)
     least = max(4, spec.seq_len // 8)
@@ -154,7 +154,7 @@ class PeakMemory(MemTracker):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def track(*trained: nn.Module) -> Iterator[PeakMemory]:
+def track_memory(*trained: nn.Module) -> Iterator[PeakMemory]:
     """Track memory while the block lasts, starting with these modules' parameters and buffers."""
     peak = PeakMemory()
     peak.track_external(*trained)
@@ -202,12 +202,12 @@ def rehearse_rank(task: Task, rank: int) -> RankFigures:
     # Uncompiled: compiled graphs would need a compiler for the device.
     recipe = task.recipe.model_copy(update={"compile": False})
     place = task.data_rank(rank)
-    lengths = full(recipe, task.spec, 3)
+    lengths = full_lengths(recipe, task.spec, 3)
     first, *others = rank_steps(recipe, task.tokens, task.spec, place, lengths)
     # The first step creates the optimizer's states, for which few micro-batches suffice.
-    steps = [shortened(first, recipe.parallel.micro_batch_multiple), *others]
+    steps = [shorten_step(first, recipe.parallel.micro_batch_multiple), *others]
     with rehearsal(task.device, world_size=task.world_size, rank=rank) as ledger:
-        divided = divided_model(
+        divided = build_divided_model(
             recipe, task.spec.vocabulary, task.spec.seq_len, DEVICE, task.world_size
         )
         build = BuildFigures(peak_bytes=ledger.peak_bytes, bytes=ledger.live_bytes)
@@ -219,7 +219,7 @@ def rehearse_rank(task: Task, rank: int) -> RankFigures:
             rank=rank,
             parameters=parameters,
             build=build,
-            groups=ledger.made_groups(),
+            groups=ledger.group_figures(),
             micro_batches=len(steps[-1].micro_batches),
             micro_batch_tokens=max(len(rows.tokens) for rows in steps[-1].micro_batches),
             formula_flops=_formula_flops(task, steps[-1]),
@@ -240,8 +240,8 @@ def _steps(
     """Return the figures of the second of these steps, while the third is prepared, and of a copy
     of the state after it."""
     optimizer, masks, loop = _build_training(task, recipe, divided, is_primary=place.is_primary)
-    with track(divided.model) as peak:
-        average = weight_average(recipe, divided.model)
+    with track_memory(divided.model) as peak:
+        average = build_weight_average(recipe, divided.model)
         run = loop.run(divided.forward_backward, optimizer, steps, Start())
         # The first step is dropped: it also creates the optimizer's state.
         for _ in range(2):
@@ -268,8 +268,8 @@ def _build_training(
     task: Task, recipe: Recipe, divided: DividedModel, *, is_primary: bool
 ) -> tuple[Optimizer, Masks | None, Loop]:
     blocks = recipe.workload.blocks(divided.model)
-    masks = engine.phase_masks(recipe, divided)
-    loop = training_loop(
+    masks = engine.build_masks(recipe, divided)
+    loop = build_loop(
         recipe,
         divided.clip,
         task.spec.vocabulary,
@@ -311,7 +311,7 @@ def _formula_flops(task: Task, step: RankStep) -> float:
 def _planned(task: Task, step: RankStep) -> dict[str, Any]:
     """Return the plan's figures for exactly these micro-batches."""
     recipe, spec = task.recipe, task.spec
-    if not isinstance(recipe.workload, Planned):
+    if not isinstance(recipe.workload, PlannableWorkload):
         return {"planned_bytes": None, "planned": None}
     layout = group_layout(recipe.parallel, task.world_size)
     tokens = max(len(rows.tokens) for rows in step.micro_batches)
@@ -320,7 +320,7 @@ def _planned(task: Task, step: RankStep) -> dict[str, Any]:
         # A packed micro-batch counts as one sample of all its tokens.
         replace(recipe.workload.model_spec(spec.vocabulary, spec.seq_len), seq_len=tokens),
         task.cluster.device,
-        machine_of(recipe, task.cluster).stack,
+        build_machine(recipe, task.cluster).stack,
         replace(layout, micro_batch=1, checkpointing=recipe.activation_checkpointing),
         len(step.micro_batches) * layout.data,
     )
@@ -334,11 +334,11 @@ _STEPS = 3
 def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
     """Return the graphs, breaks and recompilations over some steps of varying lengths, and the
     graphs of the first step in a later group of workers in the same process, as after a fault."""
-    place, lengths = task.data_rank(rank), varying(task.recipe, task.spec, _STEPS)
+    place, lengths = task.data_rank(rank), varying_lengths(task.recipe, task.spec, _STEPS)
     # Graphs belong to blocks, so their number does not depend on the number of micro-batches.
     fewest = max(2, task.recipe.parallel.micro_batch_multiple)
     steps = [
-        shortened(step, fewest)
+        shorten_step(step, fewest)
         for step in rank_steps(task.recipe, task.tokens, task.spec, place, lengths)
     ]
     with _count_graphs() as graphs, rehearsal(task.device, world_size=task.world_size, rank=rank):
@@ -359,7 +359,7 @@ def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
 def _run_in_new_group(task: Task, is_primary: bool, steps: Sequence[RankStep]) -> Iterator[object]:
     """Build the model as in a new group of workers; return an iterator that trains the steps."""
     recipe, spec = task.recipe, task.spec
-    divided = divided_model(
+    divided = build_divided_model(
         recipe, spec.vocabulary, spec.seq_len, DEVICE, task.world_size, draws=False
     )
     optimizer, _, loop = _build_training(task, recipe, divided, is_primary=is_primary)

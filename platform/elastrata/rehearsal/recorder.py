@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._shape_waits(args[0])
         if (count := flop_registry.get(func.overloadpacket)) is not None:
             self._ledger.entries.flops += count(*args, **kwargs, out_val=out)
-        self._ledger.sees([t.untyped_storage() for t in _tensors(out) if t.is_cuda])
+        self._ledger.track_storages([t.untyped_storage() for t in _tensors(out) if t.is_cuda])
 
     def _enter_collective(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         largest = max(tensors, key=_size, default=None)
         axis, ranks = self._axes(_group(args, kwargs))
         alone = _size(largest) if largest is not None else 0
-        self._ledger.collective(
+        self._ledger.add_collective(
             max([alone, *sizes]),
             kind=kind,
             axis=axis,

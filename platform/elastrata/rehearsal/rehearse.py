@@ -8,18 +8,18 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from elastrata.planner.choice import group_layout, planned
+from elastrata.planner.choice import group_layout, plan_automatic_choice
 from elastrata.planner.cluster import Cluster, read_cluster
-from elastrata.planner.memory import blocks_of_stages, fullest
-from elastrata.planner.plan import machine_of
-from elastrata.recipe.data_sets import data_spec, full_part, in_steps
+from elastrata.planner.memory import blocks_of_stages, peak_stage_candidates
+from elastrata.planner.plan import build_machine
+from elastrata.recipe.data_sets import assume_full_phase, data_spec, resolve_steps
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.rehearsal.cuda import FakeDevice
 from elastrata.rehearsal.ledger import GraphFigures, RankFigures
 from elastrata.rehearsal.process import Request
 from elastrata.rehearsal.rank import Task, rehearse_graphs, rehearse_rank
-from elastrata.workload.workload import Planned, model_spec
+from elastrata.workload.workload import PlannableWorkload, model_spec
 from elastrata_pipelines.errors import UserError
 
 
@@ -37,22 +37,22 @@ class Rehearsal:
     seq_len: int
     memory_bytes: float
     """Memory of a device."""
-    ranks: Sequence[RankFigures]
+    distinct_ranks: Sequence[RankFigures]
     """The first rank. With a pipeline, also that of the last stage, and of stages between them that
     have more blocks than the first."""
     graphs: GraphFigures | None
     """None if the recipe does not compile or the request excludes graphs."""
 
 
-def figures(request: Request) -> Rehearsal:
+def rehearse_request(request: Request) -> Rehearsal:
     """Rehearse a request and return its figures.
 
     Raises:
         UserError: the recipe or cluster is invalid; one line for each reason.
     """
-    requested_task = task(request)
+    requested_task = read_task(request)
     recipe, cluster = requested_task.recipe, requested_task.cluster
-    numbers, graphs = ranks(requested_task), request.graphs and recipe.compile
+    numbers, graphs = distinct_ranks(requested_task), request.graphs and recipe.compile
     context = multiprocessing.get_context("fork")  # a spawned process would lack fake CUDA
     with ProcessPoolExecutor(len(numbers) + graphs, mp_context=context) as processes:
         rehearsed = [processes.submit(rehearse_rank, requested_task, number) for number in numbers]
@@ -72,7 +72,7 @@ def figures(request: Request) -> Rehearsal:
     )
 
 
-def task(request: Request) -> Task:
+def read_task(request: Request) -> Task:
     """Return the task of a request, with a recipe without phases or `auto` keys.
 
     Raises:
@@ -83,13 +83,13 @@ def task(request: Request) -> Task:
         raise UserError(f"--cluster: {request.cluster}: a rehearsal is of GPUs")
     # The recipe's own numbers of workers may not fit the rehearsed cluster.
     workers = [f"workers.min={cluster.devices}", f"workers.max={cluster.devices}"]
-    recipe = in_steps(load_recipe(request.recipe, [*request.overrides, *workers]))
+    recipe = resolve_steps(load_recipe(request.recipe, [*request.overrides, *workers]))
     if request.phase >= len(recipe.parts):
         raise UserError(
             f"--phase: {request.phase}: the recipe has {len(recipe.parts)}, counted from 0"
         )
     spec = data_spec(recipe)
-    part = full_part(recipe.parts[request.phase], spec.seq_len)
+    part = assume_full_phase(recipe.parts[request.phase], spec.seq_len)
     chosen = _plan_open_keys(recipe, part, cluster)
     return Task(
         recipe=recipe.model_copy(update={**_keys(part), **chosen, "phases": ()}),
@@ -115,7 +115,7 @@ def _plan_open_keys(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Mappin
         return {}
     spec = data_spec(recipe)
     model = model_spec(recipe.workload, spec.vocabulary, spec.seq_len)
-    plan = planned(recipe, part, model, cluster)
+    plan = plan_automatic_choice(recipe, part, model, cluster)
     return {
         "micro_batch_tokens": plan.micro_batch_tokens,
         "activation_checkpointing": plan.activation_checkpointing,
@@ -123,15 +123,17 @@ def _plan_open_keys(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Mappin
     }
 
 
-def ranks(task: Task) -> list[int]:
+def distinct_ranks(task: Task) -> list[int]:
     """Return the first rank, and with a pipeline the first one of each stage that may need most
     memory."""
     recipe, spec, devices = task.recipe, task.spec, task.cluster.devices
     stages = recipe.parallel.pipeline
     # Without a plan: the first stage holds most activations, the last one the loss.
     numbers = {0, stages - 1}
-    if stages > 1 and isinstance(recipe.workload, Planned):
+    if stages > 1 and isinstance(recipe.workload, PlannableWorkload):
         model = recipe.workload.model_spec(spec.vocabulary, spec.seq_len)
-        stack = machine_of(recipe, task.cluster).stack
-        numbers = fullest(blocks_of_stages(model, stack, group_layout(recipe.parallel, devices)))
+        stack = build_machine(recipe, task.cluster).stack
+        numbers = peak_stage_candidates(
+            blocks_of_stages(model, stack, group_layout(recipe.parallel, devices))
+        )
     return [devices // stages * number for number in sorted(numbers)]

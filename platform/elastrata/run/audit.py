@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elastrata.run import history
-from elastrata.run.consistency import evidence
+from elastrata.run.consistency import read_evidence
 from elastrata.run.folder import (
     RUN_FILE,
     DataSet,
@@ -23,13 +23,19 @@ from elastrata.run.folder import (
     read_summary,
     recipe_problems,
 )
-from elastrata.run.fork import Inherited, Span, Taken, inherited, taken_by
+from elastrata.run.fork import (
+    InheritedSteps,
+    Span,
+    TakenSamples,
+    read_inherited_steps,
+    samples_by_step,
+)
 from elastrata.run.timeline import Attempt, attempts
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import MANIFEST, FileEntry, Manifest, open_shard
 from elastrata_pipelines.hashing import U64, digest
 from elastrata_pipelines.order import Order
-from elastrata_pipelines.rows import mixed_ids
+from elastrata_pipelines.rows import mixture_ids
 from elastrata_pipelines.storage import Storage
 
 
@@ -56,7 +62,7 @@ class Expectation:
             source: number of their source in the step's mixture; None without a mixture.
         """
         ids = self.sample_ids[self._places(first, count)]
-        return digest(ids if source is None else mixed_ids(source, ids))
+        return digest(ids if source is None else mixture_ids(source, ids))
 
     def partition_problems(self, batches: Sequence[tuple[int, int]]) -> list[str]:
         """Return one line for every epoch in which a sample is missing or occurs twice.
@@ -259,7 +265,7 @@ class Audit:
     """Number of steps whose digest was compared with their data sets."""
     epochs: tuple[float, ...]
     """For each readable data set, how many times it was read."""
-    inherited: Inherited
+    read_inherited_steps: InheritedSteps
     """The steps that the run has from its ancestors."""
     parent: Parent | None
     """The initial weights; None: initialised at random."""
@@ -297,18 +303,18 @@ def audit(run: Storage) -> Audit:
     identity = read_identity(run)
     if identity is None:
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
-    run_evidence = evidence(run)
+    run_evidence = read_evidence(run)
     entries = run_evidence.history.entries
     steps = history.effective_steps(entries)
     if not steps:
         raise UserError(f"{run.uri('history')}: no step is on record yet")
     # A fork's epochs begin with the samples that its ancestors took.
-    before, origin = inherited(identity.origin, entries, run.uri()), identity.origin
+    before, origin = read_inherited_steps(identity.origin, entries, run.uri()), identity.origin
     begin = (origin.step, origin.samples) if origin else (0, 0)
     problems = [*run_evidence.problems, *recipe_problems(run, identity), *before.problems]
     problems += [*sequence_problems(entries, begin[0]), *position_problems(steps, begin)]
     phases = read_summary(run).phases
-    parts_by_step = taken_by(steps, phases, identity, run.uri(RUN_FILE))
+    parts_by_step = samples_by_step(steps, phases, identity, run.uri(RUN_FILE))
     expected, states = _read_expectations(parts_by_step)
     # Parts that are impossible or of unusable data sets are reported elsewhere.
     checkable_steps = [
@@ -379,7 +385,7 @@ def position_problems(steps: Sequence[Entry], begin: Span = (0, 0)) -> list[str]
 
 
 def digest_problems(
-    steps: Iterable[tuple[Entry, Sequence[Taken]]], expected: Mapping[DataSet, Expectation]
+    steps: Iterable[tuple[Entry, Sequence[TakenSamples]]], expected: Mapping[DataSet, Expectation]
 ) -> list[str]:
     """Return one line for every step that saw other samples than expected.
 
@@ -399,7 +405,7 @@ def digest_problems(
     return problems
 
 
-def _is_possible(part: Taken, expected: Expectation | None) -> bool:
+def _is_possible(part: TakenSamples, expected: Expectation | None) -> bool:
     """Return whether such a part of a step is possible."""
     first, count = part.span
     # Impossible parts have been reported by `position_problems` already.
@@ -417,7 +423,7 @@ class _UnusableError(Exception):
 
 
 def _read_expectations(
-    parts_by_step: Iterable[Sequence[Taken]],
+    parts_by_step: Iterable[Sequence[TakenSamples]],
 ) -> tuple[dict[DataSet, Expectation], list[DataCheck]]:
     """Return what can be expected of each usable data set, and why others are unusable."""
     phases = {part.data_set: part.phase for parts in parts_by_step for part in parts}

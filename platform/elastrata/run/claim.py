@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from elastrata.run.folder import RECIPE_FILE, RUN_FILE
 from elastrata.run.ownership import DRIVER_FILE, Ownership, own_run
 from elastrata.run.status import State, status
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 from elastrata_pipelines.format.manifest import BUILDING, MANIFEST, SHARDS
 from elastrata_pipelines.storage import Storage
 
@@ -110,7 +110,7 @@ def claim(
     """
     check_folder(folder, kind)
     ownership: Ownership | None = None
-    with folder.without_leftovers():
+    with folder.removing_empty_folders():
         try:
             # Checked again under the claim, as another command may have written meanwhile.
             with own_run(folder, lost=lost, warn=warn) as ownership:
@@ -193,7 +193,7 @@ RUNS = "runs"
 _THREADS = 8
 
 
-def named_run(name: str, storage: str = RUNS) -> Storage:
+def find_run_folder(name: str, storage: str = RUNS) -> Storage:
     """Return the folder of a run.
 
     Args:
@@ -215,7 +215,7 @@ def named_run(name: str, storage: str = RUNS) -> Storage:
     names = run_names(Storage(storage))
     raise UserError(
         f"{name}: no run here ({RUN_FILE} is missing), and none of that name in "
-        f"{Storage(storage).uri()}{_hint(run) or _hint(here) or nearest(name, names)}"
+        f"{Storage(storage).uri()}{_hint(run) or _hint(here) or suggest_nearest(name, names)}"
     )
 
 
@@ -227,14 +227,14 @@ def _hint(folder: Storage) -> str:
     return "" if found in ("nothing", "other files", "run") else f"; it is {with_article(found)}"
 
 
-def place_of_model(model: str) -> str:
+def find_model(model: str) -> str:
     """Return the folder or URL of a model: of a run, possibly given by its name, or of an export.
 
     Raises:
         UserError: it is a name of which no run exists.
     """
     is_name = "/" not in model and not Storage(model).exists()
-    return named_run(model).url if is_name else model
+    return find_run_folder(model).url if is_name else model
 
 
 def run_names(storage: Storage) -> list[str]:

@@ -11,10 +11,10 @@ from elastrata.checkpoints.commit import (
     MARKER,
     Commit,
     FolderName,
-    commits,
-    folders,
-    markers,
-    problems,
+    file_problems,
+    list_commits,
+    list_folders,
+    read_markers,
     size_problems,
 )
 from elastrata.checkpoints.retention import best_commit
@@ -31,8 +31,8 @@ from elastrata.run.history import (
     read_part,
     unwritten_entries,
 )
-from elastrata.run.ownership import look_at_driver
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata.run.ownership import read_driver
+from elastrata_pipelines.errors import UserError, suggest_nearest
 from elastrata_pipelines.storage import Storage
 
 Entry = Mapping[str, Any]
@@ -61,7 +61,7 @@ class Evidence:
 
     def _check_end(self) -> Iterator[str]:
         """Yield a line if the history ends before the newest checkpoint, as parts are lost."""
-        newest = next(iter(self.counting), None)
+        newest = next(iter(self.current_commits), None)
         if newest is None:
             return
         try:
@@ -80,12 +80,12 @@ class Evidence:
             )
 
     @property
-    def counting(self) -> list[Commit]:
+    def current_commits(self) -> list[Commit]:
         """The checkpoints that the run has not gone back behind, newest first."""
         return [commit for commit in self.saved if self.lineage.counts(*commit.place)]
 
 
-def evidence(run: Storage) -> Evidence:
+def read_evidence(run: Storage) -> Evidence:
     """Check the files of a run.
 
     Raises:
@@ -93,10 +93,10 @@ def evidence(run: Storage) -> Evidence:
     """
     checkpoints = run.sub("checkpoints")
     # Read before the history: then the history knows every checkpoint found here.
-    marked = markers(checkpoints)
+    marked = read_markers(checkpoints)
     damaged = _find_damaged(checkpoints, marked)
     saved = tuple(one for one in marked.values() if isinstance(one, Commit))
-    found = history.look(run.sub("history"))
+    found = history.read_history(run.sub("history"))
     lineage = Lineage()
     for entry in found.entries:
         lineage.event(entry)
@@ -105,9 +105,9 @@ def evidence(run: Storage) -> Evidence:
         # A running job may have saved or removed checkpoints between the two reads. It records a
         # removal before it removes: a checkpoint is lost only if a second read, followed by the
         # history, shows the same.
-        marked_now = markers(checkpoints)
+        marked_now = read_markers(checkpoints)
         damaged_now = _find_damaged(checkpoints, marked_now)
-        entries_now = history.read(run.sub("history"))
+        entries_now = history.read_entries(run.sub("history"))
         lost_now = _find_lost(checkpoints, marked_now, damaged_now, entries_now, lineage)
         lost = {folder: why for folder, why in lost_now.items() if folder in lost}
     return Evidence(
@@ -124,7 +124,7 @@ def evidence(run: Storage) -> Evidence:
     )
 
 
-def kept_commits(entries: Sequence[Entry]) -> list[str]:
+def expected_commits(entries: Sequence[Entry]) -> list[str]:
     """Return the folders of checkpoints that must exist: committed and not removed, by the history.
 
     Histories of earlier versions record neither.
@@ -154,7 +154,7 @@ def note_removal(run: Storage, warn: Callable[[str], None]) -> bool:
     Returns:
         Whether the removal is recorded, so that the checkpoints may be removed.
     """
-    removed_folders = [str(name) for name in folders(run.sub("checkpoints"))]
+    removed_folders = [str(name) for name in list_folders(run.sub("checkpoints"))]
     storage = run.sub("history")
     # Written under the newest attempt's number, so that no new attempt begins.
     writer = HistoryWriter(storage, max(1, history.next_attempt(storage) - 1), warn, writer="d")
@@ -180,8 +180,8 @@ def _find_lost(
     lineage: Lineage,
 ) -> dict[str, str]:
     """Return, by folder, why a checkpoint that must exist is missing or incomplete."""
-    existing_folders = {str(name) for name in folders(checkpoints)}
-    kept_names = [name for folder in kept_commits(entries) if (name := _parse_folder(folder))]
+    existing_folders = {str(name) for name in list_folders(checkpoints)}
+    kept_names = [name for folder in expected_commits(entries) if (name := _parse_folder(folder))]
     # Of a checkpoint without a marker, the folder may still be there.
     missing = {
         str(name): f"{MARKER} is missing"
@@ -217,7 +217,7 @@ def is_begun(run: Storage) -> bool:
     """Return whether workers have written anything into a run's folder."""
     names = part_names(run.sub("history"))
     # Parts of the driver alone do not count: it writes before workers start.
-    return bool(markers(run.sub("checkpoints"))) or any(not name.writer for name in names)
+    return bool(read_markers(run.sub("checkpoints"))) or any(not name.writer for name in names)
 
 
 def check_continuation(run: Storage, warn: Callable[[str], None]) -> None:
@@ -231,18 +231,18 @@ def check_continuation(run: Storage, warn: Callable[[str], None]) -> None:
         UserError: the history cannot be read, holds foreign parts or contradicts all checkpoints,
             or no checkpoint is complete.
     """
-    found = evidence(run)
+    found = read_evidence(run)
     if found.history.foreign:
         advice = _removal_advice(found.saved)
         raise UserError(*(f"{line}; {advice}" for line in found.history.foreign))
     # A run that has checkpoints must never start again from step 0.
-    if found.saved and not found.counting:
+    if found.saved and not found.current_commits:
         raise UserError(*contradictions(run, found.saved, found.lineage))
     for line in found.problems:
         warn(line)
     start = _start_step(found)
     steps = history.effective_steps(found.history.entries)
-    driver = look_at_driver(run)
+    driver = read_driver(run)
     # A driver that released the run has written all it had heard of.
     reported_step = driver.newest.step if driver.newest and not driver.released else 0
     last = steps[-1]["step"] if steps else 0
@@ -277,7 +277,7 @@ def _start_step(found: Evidence) -> int:
     """
     checkpoints = found.run.sub("checkpoints")
     damaged = []
-    for commit in found.counting:
+    for commit in found.current_commits:
         wrong = size_problems(checkpoints, commit)
         if not wrong:
             return commit.step
@@ -294,7 +294,7 @@ def _removal_advice(saved: tuple[Commit, ...]) -> str:
     return f"move it away, or {FROM} {saved[0].step} goes on from that checkpoint without it"
 
 
-def chosen_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commit:
+def choose_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commit:
     """Return the checkpoint given as `newest`, `best`, a step or a folder name.
 
     Its files are not checked.
@@ -308,7 +308,7 @@ def chosen_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commi
         UserError: no checkpoint matches, or none that counts.
     """
     checkpoints, lineage = run.sub("checkpoints"), read_lineage(run.sub("history"))
-    found = commits(checkpoints)
+    found = list_commits(checkpoints)
     if not found:
         raise UserError(f"{checkpoints.uri()}: the run has no checkpoint yet")
     counting = [commit for commit in found if lineage.counts(*commit.place)]
@@ -316,7 +316,7 @@ def chosen_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commi
         raise UserError(*contradictions(run, found, lineage))
     if wanted == "newest":
         # If the newest marker is damaged, do not silently take an older checkpoint.
-        folder, newest = next(iter(markers(checkpoints).items()))
+        folder, newest = next(iter(read_markers(checkpoints).items()))
         if isinstance(newest, str):
             raise UserError(f"checkpoint {checkpoints.uri(folder)}: {newest}; {key} names one")
         return counting[0]
@@ -342,7 +342,7 @@ def chosen_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commi
 def _nearest_hint(wanted: str, by_step: dict[str, Commit]) -> str:
     """Return a hint at the nearest choice."""
     if not wanted.isdecimal():
-        return nearest(wanted, [*by_step, "newest", "best"])
+        return suggest_nearest(wanted, [*by_step, "newest", "best"])
     step = min(map(int, by_step), key=lambda step: abs(step - int(wanted)))
     return f" (did you mean '{step}'?)"
 
@@ -358,7 +358,7 @@ def find_commit(run: Storage, wanted: str) -> Commit:
         UserError: there is no such checkpoint, or it is damaged.
     """
     checkpoints = run.sub("checkpoints")
-    saved = commits(checkpoints)
+    saved = list_commits(checkpoints)
     named = {commit.folder: commit for commit in saved}
     # Reversed, so that the newest checkpoint of a step wins.
     named |= {str(commit.step): commit for commit in reversed(saved)}
@@ -367,10 +367,10 @@ def find_commit(run: Storage, wanted: str) -> Commit:
     if wanted not in named:
         steps = ", ".join(map(str, sorted({commit.step for commit in saved})))
         raise UserError(
-            f"--from: {wanted}: no such checkpoint{nearest(wanted, named)}; expected one of the "
-            f"steps {steps}, or the name of a folder in {checkpoints.uri()}"
+            f"--from: {wanted}: no such checkpoint{suggest_nearest(wanted, named)}; expected one "
+            f"of the steps {steps}, or the name of a folder in {checkpoints.uri()}"
         )
-    if damaged := problems(checkpoints, named[wanted]):
+    if damaged := file_problems(checkpoints, named[wanted]):
         raise UserError(f"--from: {checkpoints.uri(named[wanted].folder)}: {damaged[0]}")
     return named[wanted]
 
@@ -393,7 +393,7 @@ def go_back(run: Storage, commit: Commit, warn: Callable[[str], None]) -> None:
         _move_aside(storage, str(name))
         warn(f"{storage.uri(str(name))}: {why}; now in {storage.uri(SET_ASIDE)}")
     # Above every attempt that saved a checkpoint, even if its history is lost.
-    saved = max(other.place[0] for other in commits(run.sub("checkpoints")))
+    saved = max(other.place[0] for other in list_commits(run.sub("checkpoints")))
     number = max(history.next_attempt(storage), saved + 1)
     writer = HistoryWriter(storage, number, warn, writer="d")
     writer.add("returned", {"step": commit.step, "commit": commit.folder})

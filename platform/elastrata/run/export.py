@@ -16,18 +16,18 @@ from typing import Any
 
 from torch import Tensor
 
-from elastrata.checkpoints.commit import MARKER, Commit, problems
+from elastrata.checkpoints.commit import MARKER, Commit, file_problems
 from elastrata.checkpoints.state import load
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.audit import digest_of
 from elastrata.run.claim import EXPORTING, check_local
-from elastrata.run.consistency import chosen_commit
+from elastrata.run.consistency import choose_commit
 from elastrata.run.folder import RUN_FILE, DataSet, RunIdentity, read_identity, read_recipe
 from elastrata.run.model_card import CARD, ModelCard
 from elastrata.run.weights import TRAINED, read_weights
 from elastrata.sparsity.layers import WEIGHT, layer_of, layer_shapes
-from elastrata.sparsity.mask_file import MASKS_FILE, packed_masks
+from elastrata.sparsity.mask_file import MASKS_FILE, pack_masks
 from elastrata.sparsity.masks import Masks, SparsePhase
 from elastrata.step.average import AVERAGE
 from elastrata.tracking.models import LoadableModel, write_mlmodel
@@ -95,8 +95,8 @@ def export_model(
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
     check_free(out)
     checkpoints = run.sub("checkpoints")
-    commit = chosen_commit(run, checkpoint)
-    if damaged := problems(checkpoints, commit):
+    commit = choose_commit(run, checkpoint)
+    if damaged := file_problems(checkpoints, commit):
         raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     recipe = read_recipe(run, identity)
     state = _read_state(run, commit, recipe, weights)
@@ -131,7 +131,7 @@ def check_free(out: Path) -> None:
         raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
 
 
-def loadable(model: ExportedModel, scratch: Path) -> LoadableModel:
+def to_loadable(model: ExportedModel, scratch: Path) -> LoadableModel:
     """Return an export in the form that MLflow stores.
 
     Args:
@@ -186,7 +186,7 @@ def _write(
         form,
     )
     if masks := _load_masks(checkpoints, commit, recipe, state):
-        (folder / MASKS_FILE).write_bytes(packed_masks(masks))
+        (folder / MASKS_FILE).write_bytes(pack_masks(masks))
 
 
 def model_card(
@@ -224,7 +224,7 @@ def _samples_digest(run: Storage, commit: Commit) -> str | None:
     """Return the audit digest of all steps up to a commit; None without a readable history."""
     try:
         # A model can be exported even if the history of its run is damaged.
-        entries = history.read(run.sub("history"))
+        entries = history.read_entries(run.sub("history"))
     except UserError:
         return None
     steps = [s for s in history.effective_steps(entries) if s["step"] <= commit.step]
@@ -244,10 +244,10 @@ def _write_atomically(out: Path) -> Iterator[Path]:
         UserError: `out` cannot be written.
     """
     target = Storage(str(out))
-    with target.without_leftovers():
+    with target.removing_empty_folders():
         try:
             # Two exports into one folder would mix their files.
-            with target.exclusive() as is_alone:
+            with target.hold_lock() as is_alone:
                 if not is_alone:
                     raise UserError(f"--out: {out}: another command is writing there")
                 check_free(out)  # again, as another command may have written meanwhile

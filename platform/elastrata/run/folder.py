@@ -226,7 +226,7 @@ def read_identity(run: Storage) -> RunIdentity | None:
 
 def write_identity(run: Storage, identity: RunIdentity, recipe: Recipe) -> None:
     """Write the identity and the recipe of a run."""
-    dumped = dump_yaml(recipe.as_recorded().model_dump(mode="json")).encode()
+    dumped = dump_yaml(recipe.without_preparation().model_dump(mode="json")).encode()
     recipe_sha256 = hashlib.sha256(dumped).hexdigest()
     complete_identity = identity.model_copy(update={"recipe_sha256": recipe_sha256})
     complete_identity = complete_identity.model_copy(
@@ -243,12 +243,12 @@ def read_recipe(run: Storage, identity: RunIdentity) -> Recipe:
     Raises:
         UserError: the recipe is missing, damaged or altered; one line per key.
     """
-    from elastrata.recipe.file import stored_recipe
+    from elastrata.recipe.file import parse_stored_recipe
 
     # A file that was cut short can still be a valid recipe, of another model.
     if problems := recipe_problems(run, identity):
         raise UserError(*(f"{line}; put back what it was" for line in problems))
-    return stored_recipe(read_values(run, RECIPE_FILE), run.uri(RECIPE_FILE))
+    return parse_stored_recipe(read_values(run, RECIPE_FILE), run.uri(RECIPE_FILE))
 
 
 def read_values(storage: Storage, name: str) -> dict[str, Any]:
@@ -378,7 +378,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
+def read_resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
     """Return the recipe with which a run was last continued, to continue it in the same folder.
 
     It works from any current directory.
@@ -390,7 +390,7 @@ def resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         UserError: there is no such run, its recipe is damaged, or the overrides are invalid.
     """
-    from elastrata.recipe.file import load_recipe, stored_recipe, to_yaml
+    from elastrata.recipe.file import load_recipe, parse_stored_recipe, to_yaml
 
     identity = read_identity(run)
     if identity is None:
@@ -399,7 +399,7 @@ def resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
         advice = "put back what it was, and give the keys to change on the command line"
         raise UserError(*(f"{line}; {advice}" for line in altered))
     # Through the model: it accepts keys that earlier versions wrote and that no longer exist.
-    stored = stored_recipe(read_values(run, RECIPE_FILE), run.uri(RECIPE_FILE))
+    stored = parse_stored_recipe(read_values(run, RECIPE_FILE), run.uri(RECIPE_FILE))
     # Not the recorded name, because the folder may have been renamed.
     storage, _, name = run.uri().rpartition("/")
     places: dict[str, Any] = {"name": name, "storage": storage}

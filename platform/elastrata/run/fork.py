@@ -39,7 +39,7 @@ from elastrata.run.history import FORKED, HistoryWriter, restore_history, withou
 from elastrata.run.ownership import owner_is_alive
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.mixture import Mixture
-from elastrata_pipelines.phase import placements, positions_after
+from elastrata_pipelines.phase import compute_positions_after, placements
 from elastrata_pipelines.storage import Storage
 
 if TYPE_CHECKING:  # the recipe imports torch, for which `status` and `audit` need not wait
@@ -53,7 +53,7 @@ _FURTHEST = 2**62
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inherited:
+class InheritedSteps:
     """The steps of a fork that its ancestors did."""
 
     state: Literal["none", "checked", "missing"] = "none"
@@ -67,7 +67,9 @@ class Inherited:
     """One line for everything that changed since the fork began."""
 
 
-def inherited(origin: ForkOrigin | None, entries: Iterable[Entry], where: str) -> Inherited:
+def read_inherited_steps(
+    origin: ForkOrigin | None, entries: Iterable[Entry], where: str
+) -> InheritedSteps:
     """Return the steps before a fork, of all its ancestors.
 
     Args:
@@ -79,7 +81,7 @@ def inherited(origin: ForkOrigin | None, entries: Iterable[Entry], where: str) -
         UserError: the parent's history was altered and cannot be read.
     """
     if origin is None:
-        return Inherited()
+        return InheritedSteps()
     fork_entry = next((entry for entry in entries if entry["kind"] == FORKED), None)
     # The history and run.json name the parent independently, which reveals a swapped file.
     problems = (
@@ -91,18 +93,18 @@ def inherited(origin: ForkOrigin | None, entries: Iterable[Entry], where: str) -
         text = f"{origin.url}: the parent is not there"
         # Without the parent, trust the counts in run.json.
         spans = {key: [(0, count)] for key, count in origin.positions.items()}
-        return Inherited(state="missing", text=text, spans=spans, problems=tuple(problems))
-    parent_entries = history.read(parent.sub("history"))
+        return InheritedSteps(state="missing", text=text, spans=spans, problems=tuple(problems))
+    parent_entries = history.read_entries(parent.sub("history"))
     steps = [
         step for step in history.effective_steps(parent_entries) if step["step"] <= origin.step
     ]
     # The parent may have gone back behind the fork's step since.
     problems += _find_differences(parent, origin, steps)
     # The parent may be a fork itself.
-    before = inherited(identity.origin, parent_entries, parent.uri())
+    before = read_inherited_steps(identity.origin, parent_entries, parent.uri())
     spans = _collect_spans(parent, identity, steps, before, origin)
     problems += _find_gaps(spans, origin)
-    return Inherited(
+    return InheritedSteps(
         state=before.state if before.state == "missing" else "checked",
         text=before.text,
         spans=spans,
@@ -111,7 +113,7 @@ def inherited(origin: ForkOrigin | None, entries: Iterable[Entry], where: str) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class TakenSamples:
     """Samples that a step took of a data set, in the data set's order."""
 
     data_set: DataSet
@@ -122,9 +124,9 @@ class Taken:
     """The step's phase."""
 
 
-def taken_by(
+def samples_by_step(
     steps: Sequence[Entry], phases: Sequence[PhaseSummary], identity: RunIdentity, where: str
-) -> list[list[Taken]]:
+) -> list[list[TakenSamples]]:
     """Return the samples that each step took of each data set.
 
     Args:
@@ -157,7 +159,7 @@ def taken_by(
         spans = _split_by_source(mixtures[number], places[number].firsts, (first, count))
         taken_by_step.append(
             [
-                Taken(data_set=data_set, source=source, span=one, phase=phases[number])
+                TakenSamples(data_set=data_set, source=source, span=one, phase=phases[number])
                 for data_set, (source, one) in zip(data[number], spans, strict=True)
                 # A source may contribute no sample to a step.
                 if source is None or one[1]
@@ -166,7 +168,7 @@ def taken_by(
     return taken_by_step
 
 
-def taken_after(
+def samples_after_step(
     step: int, phases: Sequence[PhaseSummary], identity: RunIdentity, run: Storage
 ) -> tuple[dict[str, PhaseSummary], dict[str, int]]:
     """Return the samples taken of each data set, by its fingerprint, with its last phase.
@@ -181,7 +183,7 @@ def taken_after(
         The last phase that uses each data set, and the samples taken of each.
 
     Raises:
-        UserError: see `taken_by`.
+        UserError: see `samples_by_step`.
     """
     data, mixtures = _by_phase(phases, identity, run.uri(RUN_FILE))
     keys = [[one.fingerprint for one in sets] for sets in data]
@@ -192,7 +194,7 @@ def taken_after(
     origin = identity.origin
     place = origin.placed({key: key for one in keys for key in one}) if origin else None
     last = {key: phase for one, phase in zip(keys, phases, strict=True) for key in one}
-    return last, positions_after(step, sizes, keys, place)
+    return last, compute_positions_after(step, sizes, keys, place)
 
 
 def _by_phase(
@@ -243,14 +245,14 @@ def _collect_spans(
     parent: Storage,
     identity: RunIdentity,
     steps: Sequence[Entry],
-    before: Inherited,
+    before: InheritedSteps,
     origin: ForkOrigin,
 ) -> dict[str, list[Span]]:
     """Return the spans of a parent's own steps, after those that it inherited."""
     # Data sets that the fork reads in another order start anew and have no past.
     spans = {key: list(found) for key, found in before.spans.items() if key in origin.positions}
     phases, where = read_summary(parent).phases, parent.uri(RUN_FILE)
-    for parts in taken_by(steps, phases, identity, where):
+    for parts in samples_by_step(steps, phases, identity, where):
         for one in parts:
             if one.data_set.fingerprint in origin.positions:
                 spans.setdefault(one.data_set.fingerprint, []).append(one.span)

@@ -11,7 +11,7 @@ from typing import Any
 from elastrata.run import history
 from elastrata.run.entries import metrics_of
 from elastrata.run.timeline import Attempt, Timeline, attempts, cause, undone_steps
-from elastrata.step.target import TargetConfig, reached
+from elastrata.step.target import TargetConfig, is_reached
 
 Entry = Mapping[str, Any]
 _PLANNED = ("resize", "drain", "stop")
@@ -119,7 +119,7 @@ class TimeToTarget:
     metric: str
     at_least: float | None
     at_most: float | None
-    reached: bool
+    is_reached: bool
     value: float | None
     """The metric of the first evaluation that reached the target, else of the newest evaluation;
     None without an evaluation or if not finite."""
@@ -171,7 +171,7 @@ def time_to_target(entries: Sequence[Entry], target: TargetConfig) -> TimeToTarg
         e for e in history.surviving_evaluations(entries) if e["step"] in effective_numbers
     ]
     # The target counts as reached at the first such evaluation, even if the metric worsens later.
-    first = next((entry for entry in evaluations if reached(target, metrics_of(entry))), None)
+    first = next((entry for entry in evaluations if is_reached(target, metrics_of(entry))), None)
     newest = first or (evaluations[-1] if evaluations else {})
     value = metrics_of(newest).get(target.metric, math.nan)
     return TimeToTarget(
@@ -193,6 +193,6 @@ def _counts_at(entries: Sequence[Entry], evaluation: Entry) -> dict[str, Any]:
         "step": evaluation["step"],
         "samples": steps[-1]["samples"],
         "tokens": steps[-1]["tokens"],
-        "seconds": round(timeline.elapsed(began, evaluation, with_pauses=True), 3),
+        "seconds": round(timeline.seconds_between(began, evaluation, with_pauses=True), 3),
         "seconds_in_steps": round(sum(step["seconds"] for step in steps), 3),
     }

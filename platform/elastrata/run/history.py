@@ -25,9 +25,9 @@ from typing import Any, Self
 
 from pydantic import NonNegativeInt
 
-from elastrata.checkpoints.commit import Commit, FolderName, folders
+from elastrata.checkpoints.commit import Commit, FolderName, list_folders
 from elastrata.run.entries import parse_entry
-from elastrata.run.process import here
+from elastrata.run.process import host_identity
 from elastrata_pipelines.checked_json import (
     Record,
     list_names,
@@ -189,7 +189,7 @@ def digest(lines: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(lines)).hexdigest()
 
 
-def sealed(name: PartName, lines: bytes) -> bytes:
+def seal_part(name: PartName, lines: bytes) -> bytes:
     """Return the bytes of a part: its lines followed by their seal."""
     number = len(lines.splitlines())
     seal = Seal(part=str(name), lines=number, sha256=digest([lines]))
@@ -307,12 +307,12 @@ def next_attempt(storage: Storage) -> int:
     return max((part.attempt for part in part_names(storage)), default=0) + 1
 
 
-def read(storage: Storage) -> list[dict[str, Any]]:
+def read_entries(storage: Storage) -> list[dict[str, Any]]:
     """Return the entries of a history; see `look`."""
-    return look(storage).entries
+    return read_history(storage).entries
 
 
-def look(storage: Storage) -> History:
+def read_history(storage: Storage) -> History:
     """Read a history and check its parts.
 
     Raises:
@@ -344,7 +344,7 @@ def read_lineage(storage: Storage) -> Lineage:
     return lineage
 
 
-def read_told(storage: Storage, kind: str) -> list[dict[str, Any]]:
+def read_driver_entries(storage: Storage, kind: str) -> list[dict[str, Any]]:
     """Return the driver's entries of one kind, read from the driver's parts alone.
 
     Raises:
@@ -449,7 +449,7 @@ def restore_part(storage: Storage, name: str, data: bytes) -> bool:
         data = data[len(stored_lines) :] if data.startswith(stored_lines) else b""
         part = part.next
     if data:
-        storage.write(sealed(part, data), str(part))
+        storage.write(seal_part(part, data), str(part))
     return bool(data)
 
 
@@ -515,7 +515,7 @@ class HistoryWriter:
             if not lines:
                 return True
             try:
-                self._storage.write(sealed(part, b"".join(lines)), str(part))
+                self._storage.write(seal_part(part, b"".join(lines)), str(part))
             # Storage backends raise errors of many types; none may end the training.
             except Exception as error:
                 self._warn(f"history cannot be written to {self._storage.url} for now: {error}")
@@ -534,7 +534,7 @@ def monotonic_clock() -> str:
     Two processes with the same identifier share a clock: on Linux, all processes of a host until it
     reboots. If the system does not reveal its boot id, every process gets a different identifier.
     """
-    boot_id, _ = here()
+    boot_id, _ = host_identity()
     if boot_id is None:
         return uuid.uuid4().hex[:8]
     with suppress(OSError):  # a time namespace may shift the clock of a container
@@ -552,7 +552,7 @@ def _first_free_name(storage: Storage, attempt: int, writer: str) -> PartName:
     return PartName(attempt, writer, max(part_numbers, default=-1) + 1)
 
 
-def take_over(run: Storage, commit: Commit | None) -> int:
+def prepare_attempt(run: Storage, commit: Commit | None) -> int:
     """Complete the history before the next attempt continues it.
 
     Args:
@@ -573,12 +573,12 @@ def _last_saved(checkpoints: Storage) -> int:
     """Return the last attempt that saved a checkpoint; 0 without a checkpoint or folder."""
     try:
         # If the folder is gone, the run continues from memory, and its history knows the attempts.
-        return max((folder.attempt for folder in folders(checkpoints)), default=0)
+        return max((folder.attempt for folder in list_folders(checkpoints)), default=0)
     except UserError:
         return 0
 
 
-def unwritten(writer: HistoryWriter) -> dict[str, Any]:
+def unwritten_extra(writer: HistoryWriter) -> dict[str, Any]:
     """Return the lines not yet on storage, as part of a commit's `extra`."""
     part, lines = writer.unwritten()
     return {_PART: part, _LINES: lines.decode()}

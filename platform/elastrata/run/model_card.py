@@ -12,7 +12,7 @@ from typing import Any
 
 from elastrata.recipe.yaml_values import dump_yaml
 from elastrata.run.folder import MAY_CHANGE, Parent
-from elastrata.workload.workload import ExportedAs
+from elastrata.workload.workload import TransformersNames
 from elastrata_pipelines.format import Manifest
 
 CARD = "README.md"
@@ -29,7 +29,7 @@ class ModelCard:
     """The run's name."""
     version: str
     """The version of Elastrata."""
-    exported_as: ExportedAs
+    exported_as: TransformersNames
     dtype: str
     """The dtype of the weights: `float32`."""
     weights: str = "trained"
@@ -69,7 +69,7 @@ class ModelCard:
             _table(("", ""), self._provenance()),
             "## Recipe",
             "Without the keys that say where and how the same samples are computed on.",
-            f"```yaml\n{dump_yaml(what_is_learned(self.recipe))}```",
+            f"```yaml\n{dump_yaml(learning_values(self.recipe))}```",
         ]
         return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
 
@@ -149,7 +149,7 @@ class ModelCard:
         return [(what, value) for what, value in facts.items() if value]
 
 
-def what_is_learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def learning_values(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe values that affect learning, without those about location and execution."""
     values: dict[str, Any] = _drop_changeable(dict(recipe), "")
     return values

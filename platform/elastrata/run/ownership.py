@@ -197,7 +197,7 @@ def own_run(
     if previous_owner and not previous_owner.released:
         _refuse_if_alive(run, previous_owner, warn)
     own_record = _this_process(beat_seconds).model_copy(update={"folder": run.uri()})
-    with _storage_errors(run, "written"), run.exclusive() as is_alone:
+    with _storage_errors(run, "written"), run.hold_lock() as is_alone:
         rival = read_owner(run)
         # The owner may have changed since the first look.
         if not is_alone or (rival and not rival.released and rival.token != _token(previous_owner)):
@@ -288,7 +288,7 @@ class Driver:
     """Whether it has ended and released the run."""
 
 
-def look_at_driver(run: Storage) -> Driver:
+def read_driver(run: Storage) -> Driver:
     """Return the known facts about a run's driver; a damaged file counts as no driver."""
     try:
         owner = read_owner(run)

@@ -12,9 +12,9 @@ from elastrata.run.entries import metrics_of
 from elastrata.step.records import losses_by_set, losses_by_source
 from elastrata.tracking.plots import (
     flops_curves,
-    held_out_losses,
     length_strata,
     loss_curve,
+    plot_held_out_losses,
     share_curves,
     source_losses,
     sparsity_curves,
@@ -42,7 +42,7 @@ def publish_pictures(run: Storage, length_histogram: Sequence[int], tracker: Tra
         tracker: the run's open record.
     """
     with TemporaryDirectory() as scratch:
-        entries = history.read(run.sub("history"))
+        entries = history.read_entries(run.sub("history"))
         steps = history.effective_steps(entries)
         loss_curve(losses(entries, steps), Path(scratch) / LOSS_CURVE)
         if any(step.get("flops_of_zeros") for step in steps):
@@ -53,7 +53,7 @@ def publish_pictures(run: Storage, length_histogram: Sequence[int], tracker: Tra
             source_losses(steps, Path(scratch) / SOURCE_LOSSES)
         held_out = evaluations(entries, steps)
         if any(losses_by_source(one) or losses_by_set(one) for one in held_out):
-            held_out_losses(held_out, Path(scratch) / HELD_OUT_LOSSES)
+            plot_held_out_losses(held_out, Path(scratch) / HELD_OUT_LOSSES)
         length_strata(length_histogram, Path(scratch) / LENGTH_STRATA)
         # Drawn completely before any is published, so that all show the same state.
         for path in sorted(Path(scratch).iterdir()):

@@ -26,20 +26,20 @@ class Process:
     def lives(self) -> bool | None:
         """Return whether the process exists; None if this process cannot see that."""
         # PIDs of another host, boot or container mean nothing here.
-        if (self.boot_id, self.pid_namespace) != here():
+        if (self.boot_id, self.pid_namespace) != host_identity():
             return None
-        return lives(self.pid, self.start)
+        return is_alive(self.pid, self.start)
 
 
 def this_process() -> Process | None:
     """Return the calling process; None if the system cannot identify it unambiguously."""
-    (boot_id, pid_namespace), status = here(), stat(os.getpid())
+    (boot_id, pid_namespace), status = host_identity(), process_state(os.getpid())
     if boot_id is None or pid_namespace is None or status is None:
         return None
     return Process(boot_id, pid_namespace, os.getpid(), status[1])
 
 
-def lives(pid: int, start: int | None) -> bool | None:
+def is_alive(pid: int, start: int | None) -> bool | None:
     """Return whether a process with this PID and start exists here; None if unknown."""
     try:
         os.kill(pid, 0)
@@ -47,13 +47,13 @@ def lives(pid: int, start: int | None) -> bool | None:
         return False
     except PermissionError:
         pass  # the process exists, but is another user's
-    status = stat(pid)
+    status = process_state(pid)
     # Zombies (Z) and dead processes (X) no longer run; another start time means that the PID was
     # reused.
     return None if status is None else status[0] not in "ZX" and status[1] == start
 
 
-def here() -> tuple[str | None, str | None]:
+def host_identity() -> tuple[str | None, str | None]:
     """Return the host's boot id and this process's PID namespace, or None for both."""
     with suppress(OSError):
         # Linux only; other systems have no /proc.
@@ -62,7 +62,7 @@ def here() -> tuple[str | None, str | None]:
     return None, None
 
 
-def stat(pid: int) -> tuple[str, int] | None:
+def process_state(pid: int) -> tuple[str, int] | None:
     """Return the state and start time of a process; None if the system does not reveal them."""
     with suppress(OSError):
         # The process name, in brackets, may contain brackets, spaces and bytes that are not text.

@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from elastrata.run import history
-from elastrata.run.consistency import evidence
+from elastrata.run.consistency import read_evidence
 from elastrata.run.entries import metrics_of
 from elastrata.run.folder import RUN_FILE, read_identity, read_summary, recipe_problems
 from elastrata.run.goodput import Goodput, TimeToTarget, goodput, time_to_target
-from elastrata.run.ownership import Driver, driver_problems, look_at_driver
+from elastrata.run.ownership import Driver, driver_problems, read_driver
 from elastrata.run.timeline import Recovery, Timeline, attempts, end_index, recoveries, seconds_lost
 from elastrata.step.target import TargetConfig
 from elastrata_pipelines.errors import UserError
@@ -45,7 +45,7 @@ def run_state(
         state = _ENDS.get(ended["status"], "failed")
         reason = ended.get("text") or _halt_reason(entries)
         return state, f"{state}: {reason}" if reason and state != "finished" else state
-    last_seen = last_sign(entries, driver)
+    last_seen = last_sign_of_life(entries, driver)
     steps = [entry["seconds"] for entry in entries if entry["kind"] == "step"][-1:]
     # Long steps write rarely, so a slow run may be quiet for longer.
     limit = max([SILENT_SECONDS, *(10 * seconds for seconds in steps)])
@@ -59,7 +59,7 @@ def run_state(
     return "silent", f"no sign of life {since}{_describe_unrecorded(entries, driver)}"
 
 
-def last_sign(entries: Sequence[Entry], driver: Driver) -> float | None:
+def last_sign_of_life(entries: Sequence[Entry], driver: Driver) -> float | None:
     """Return the Unix time of the last sign of life of workers or driver, or None."""
     newest = max((entry["attempt"] for entry in entries), default=0)
     last = [entry["time"] for entry in entries if entry["attempt"] == newest][-1:]
@@ -266,10 +266,14 @@ def status(run: Storage) -> Status:
     identity = read_identity(run)
     if identity is None:
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
-    checkpoints, recipe, run_evidence = run.sub("checkpoints"), read_summary(run), evidence(run)
+    checkpoints, recipe, run_evidence = (
+        run.sub("checkpoints"),
+        read_summary(run),
+        read_evidence(run),
+    )
     newest = [
         Checkpoint(step=commit.step, uri=checkpoints.uri(commit.folder))
-        for commit in run_evidence.counting[:1]
+        for commit in run_evidence.current_commits[:1]
     ]
     return summary(
         run.uri(),
@@ -277,7 +281,7 @@ def status(run: Storage) -> Status:
         steps_in_all=recipe.steps,
         target=recipe.target,
         checkpoint=newest[0] if newest else None,
-        driver=look_at_driver(run),
+        driver=read_driver(run),
         now=time.time(),
         problems=(*run_evidence.problems, *recipe_problems(run, identity), *driver_problems(run)),
     )
@@ -321,7 +325,7 @@ def summary(
         run=run,
         state=state,
         text=text,
-        seen=last_sign(entries, driver),
+        seen=last_sign_of_life(entries, driver),
         steps=last["step"],
         steps_in_all=steps_in_all,
         progress=last["step"] / steps_in_all,

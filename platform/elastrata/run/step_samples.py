@@ -9,13 +9,13 @@ from typing import Any
 
 from elastrata.run import history
 from elastrata.run.folder import RUN_FILE, read_identity, read_summary
-from elastrata.run.fork import Taken, taken_by
+from elastrata.run.fork import TakenSamples, samples_by_step
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.hashing import digest
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.preparation.origins import Origin, find_origins, source_names
-from elastrata_pipelines.rows import mixed_ids
+from elastrata_pipelines.rows import mixture_ids
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stripes import Stripes
 
@@ -62,7 +62,7 @@ def step_samples(
     identity = read_identity(run)
     if identity is None:
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
-    steps = history.effective_steps(history.read(run.sub("history")))
+    steps = history.effective_steps(history.read_entries(run.sub("history")))
     entry = next((one for one in steps if one["step"] == step), None)
     if entry is None:
         origin = identity.origin
@@ -70,7 +70,7 @@ def step_samples(
         last = f"1 to {steps[-1]['step']:,}" if steps else "none"
         raise UserError(f"--step: {step}: not on record in {run.uri()}: expected {last}{where}")
     # Computed for the one step alone, from its position.
-    (taken,) = taken_by([entry], read_summary(run).phases, identity, run.uri(RUN_FILE))
+    (taken,) = samples_by_step([entry], read_summary(run).phases, identity, run.uri(RUN_FILE))
     found, total = list[StepSample](), 0
     for part in taken:
         samples, part_of_digest = _samples_of_data_set(part, text or {})
@@ -86,7 +86,7 @@ def step_samples(
 
 
 def _samples_of_data_set(
-    part: Taken, text: Mapping[str, Sequence[str]]
+    part: TakenSamples, text: Mapping[str, Sequence[str]]
 ) -> tuple[list[StepSample], int]:
     """Return a step's samples of one data set, and their part of the step's digest."""
     storage = Storage(part.data_set.url)
@@ -131,7 +131,7 @@ def _samples_of_data_set(
         )
     ]
     # The digest of a mixture distinguishes equal ids of different sources.
-    identities = ids if part.source is None else mixed_ids(part.source, ids)
+    identities = ids if part.source is None else mixture_ids(part.source, ids)
     return samples, digest(identities)
 
 

@@ -204,7 +204,7 @@ def recoveries(entries: Sequence[Entry]) -> list[Recovery]:
                 attempt=after.attempt,
                 time=before.steps[-1]["time"],
                 cause=cause(entries, before, after, has_ended=has_ended),
-                seconds=timeline.elapsed(before.steps[-1], after.steps[0]),
+                seconds=timeline.seconds_between(before.steps[-1], after.steps[0]),
                 # The driver hears of steps before they are in the history; the history outlives the
                 # driver.
                 steps_rolled_back=max(len(rolled_back), count),
@@ -339,7 +339,7 @@ class Timeline:
         """Return whether the run had ended between the group at `index` and the next one."""
         return index in self._first_ends
 
-    def elapsed(self, before: Entry, after: Entry, *, with_pauses: bool = False) -> float:
+    def seconds_between(self, before: Entry, after: Entry, *, with_pauses: bool = False) -> float:
         """Return the seconds between two entries of groups: starts, steps or evaluations.
 
         Args:

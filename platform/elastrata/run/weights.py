@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 from typing_extensions import override
 
-from elastrata.checkpoints.commit import Commit, commits, problems
+from elastrata.checkpoints.commit import Commit, file_problems, list_commits
 from elastrata.checkpoints.state import ModelTensors
 from elastrata.run.history import read_lineage
 from elastrata.step.average import AVERAGE
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 from elastrata_pipelines.storage import Storage
 
 TRAINED = "trained"
@@ -44,7 +44,7 @@ def read_weights(run: Storage, commit: Commit, wanted: str) -> Mapping[str, Tens
         return _MeanModel([ModelTensors(checkpoints, one) for one in saved])
     raise UserError(
         f"--weights: {wanted}: expected trained, average, or the mean of some checkpoints, such as "
-        f"mean:5{nearest(wanted, _KINDS)}"
+        f"mean:5{suggest_nearest(wanted, _KINDS)}"
     )
 
 
@@ -57,7 +57,7 @@ def last_commits(run: Storage, commit: Commit, count: int) -> list[Commit]:
     checkpoints, lineage = run.sub("checkpoints"), read_lineage(run.sub("history"))
     earlier = [
         other
-        for other in commits(checkpoints)
+        for other in list_commits(checkpoints)
         # Checkpoints that were rolled back are of another trajectory.
         if other.step < commit.step and lineage.counts(*other.place)
     ]
@@ -70,7 +70,7 @@ def last_commits(run: Storage, commit: Commit, count: int) -> list[Commit]:
             f"{commit.step} there are the checkpoints of {steps}; checkpoint.keep_last keeps more"
         )
     for one in candidates[:count]:
-        if damaged := problems(checkpoints, one):
+        if damaged := file_problems(checkpoints, one):
             raise UserError(f"checkpoint {checkpoints.uri(one.folder)}: {damaged[0]}")
     return candidates[:count]
 

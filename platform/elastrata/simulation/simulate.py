@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from elastrata.planner.cluster import Cluster
-from elastrata.planner.plan import plan, problems_of
+from elastrata.planner.plan import layout_problems, plan
 from elastrata.recipe.data_sets import data_spec
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.yaml_values import read_text
 from elastrata.simulation.trace import Event
-from elastrata.trainer.preflight import training_data
-from elastrata_pipelines.balance import mixed_batches, ordered_batches
+from elastrata.trainer.preflight import find_training_data
+from elastrata_pipelines.balance import batches_of_mixture, batches_of_order
 from elastrata_pipelines.checked_json import parse_json
-from elastrata_pipelines.deal import Ints, least_loaded
+from elastrata_pipelines.deal import Ints, assign_least_loaded
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.mixture import MixedOrder
 from elastrata_pipelines.storage import Storage
@@ -113,7 +113,7 @@ def step_seconds(recipe: Recipe, pace: Pace, *, group: int) -> Callable[[int], f
     # Each deal takes time, so rounding and the cache limit their number.
     @cache
     def imbalance(ranks: int) -> float:
-        loads = np.bincount(least_loaded(costs, ranks), weights=costs, minlength=ranks)
+        loads = np.bincount(assign_least_loaded(costs, ranks), weights=costs, minlength=ranks)
         return float(loads.max() / loads.mean())
 
     def seconds(workers: int) -> float:
@@ -128,15 +128,15 @@ def _first_lengths(recipe: Recipe) -> Ints:
     spec = data_spec(recipe)
     if not spec.prepared:
         return np.full(recipe.batch_size, spec.seq_len)
-    data = training_data(recipe).train
+    data = find_training_data(recipe).train
     lengths = [manifest.read_lengths(Storage(url)) for url, manifest in data.data_sets]
     order, size = data.order, recipe.batch_size
     if isinstance(order, MixedOrder):
-        return next(iter(mixed_batches(lengths, order, batch_size=size, steps=1)))
-    return next(iter(ordered_batches(lengths[0], order, batch_size=size, steps=1)))
+        return next(iter(batches_of_mixture(lengths, order, batch_size=size, steps=1)))
+    return next(iter(batches_of_order(lengths[0], order, batch_size=size, steps=1)))
 
 
-def planned_pace(recipe: Recipe, cluster: Cluster) -> tuple[Pace, int]:
+def plan_pace(recipe: Recipe, cluster: Cluster) -> tuple[Pace, int]:
     """Return the pace of the fastest layout that this version can train, and the workers that
     compute a sample together in it.
 
@@ -145,7 +145,7 @@ def planned_pace(recipe: Recipe, cluster: Cluster) -> tuple[Pace, int]:
     """
     layout_plan = plan(recipe, recipe.parts[0], cluster)
     for forecast in layout_plan.result.families:
-        if not problems_of(recipe, forecast.layout, layout_plan.model.seq_len):
+        if not layout_problems(recipe, forecast.layout, layout_plan.model.seq_len):
             fixed = forecast.time.messages + forecast.time.update
             worker_seconds = (forecast.time.total - fixed) * cluster.devices
             group = forecast.layout.tensor * forecast.layout.pipeline

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from elastrata.recipe.yaml_values import read_text
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 
 Kind = Literal["join", "lose", "drain", "kill", "driver"]
 KINDS: tuple[Kind, ...] = ("join", "lose", "drain", "kill", "driver")
@@ -93,7 +93,7 @@ def _find_problem(cells: list[str], before: float) -> str:
         least = f"expected at least {before:g}, the time of the line before"
         return f"seconds: {_quote(cells[0])}: {least}"
     if cells[1] not in KINDS:
-        close = nearest(cells[1][:_SHOWN], KINDS)
+        close = suggest_nearest(cells[1][:_SHOWN], KINDS)
         return f"event: {_quote(cells[1])}: expected {', '.join(KINDS)}{close}"
     if not _WORKERS.fullmatch(cells[2]):
         return f"workers: {_quote(cells[2])}: expected a whole number above 0 and below a million"
@@ -108,7 +108,7 @@ def _parse_kind(text: str) -> Kind:
     return next(kind for kind in KINDS if kind == text)
 
 
-def drawn_events(workers: int, rates: Rates, *, seconds: float, seed: int) -> Iterator[Event]:
+def sample_events(workers: int, rates: Rates, *, seconds: float, seed: int) -> Iterator[Event]:
     """Yield random events: all workers at the start, then losses and returns at exponential
     times."""
     rng = np.random.default_rng(seed)

@@ -69,7 +69,7 @@ def layer_of(parameter: str) -> str:
     return parameter.removesuffix(WEIGHT)
 
 
-def layers_named(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+def match_layers(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """Return the names that match any of the patterns, in their order."""
     pattern_list = list(patterns)
     # `fnmatch` ignores case on some systems.
@@ -78,7 +78,7 @@ def layers_named(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 def layer_levels(config: AnySparsity, shapes: Shapes) -> dict[str, float]:
     """Return the share of zeros by sparse layer; 0 if a file defines the zeros."""
-    sparse = layers_named(shapes, config.layers)
+    sparse = match_layers(shapes, config.layers)
     if isinstance(config, GivenConfig):
         return dict.fromkeys(sparse, 0.0)
     if isinstance(config, TwoFourConfig):
@@ -86,7 +86,7 @@ def layer_levels(config: AnySparsity, shapes: Shapes) -> dict[str, float]:
     explicit_levels = {
         name: layer_level.level
         for layer_level in config.levels
-        for name in layers_named(sparse, layer_level.layers)
+        for name in match_layers(sparse, layer_level.layers)
     }
     rest = {name: shapes[name] for name in sparse if name not in explicit_levels}
     if config.distribution == "uniform":
@@ -128,7 +128,7 @@ _NUM_NEAREST = 3
 def sparsity_problems(config: AnySparsity, shapes: Shapes) -> Iterator[Problem]:
     """Yield one problem for each key that cannot work."""
     yield from _unknown_layers(("layers",), config.layers, shapes)
-    sparse = {name: shapes[name] for name in layers_named(shapes, config.layers)}
+    sparse = {name: shapes[name] for name in match_layers(shapes, config.layers)}
     if isinstance(config, LevelKeys):
         for number, layer_level in enumerate(config.levels):
             path = ("levels", str(number), "layers")
@@ -155,7 +155,7 @@ def _unknown_layers(
     path: tuple[str, ...], patterns: Sequence[str], shapes: Shapes
 ) -> Iterator[Problem]:
     for number, pattern in enumerate(patterns):
-        if not layers_named(shapes, [pattern]):
+        if not match_layers(shapes, [pattern]):
             where = ".".join(("sparsity", *path, str(number)))
             yield (
                 (*path, str(number)),
@@ -235,7 +235,7 @@ def sparsity_plan(
     Raises:
         UserError: a file of masks is missing or belongs to another model.
     """
-    zeros = planned_zeros(config, shapes) if config else {}
+    zeros = zeros_by_layer(config, shapes) if config else {}
     dense = _FORWARD_AND_BACKWARD * int(work(seq_len))
     number = sum(zeros.values())
     updates = _num_updates(config, steps) / steps
@@ -252,7 +252,7 @@ def sparsity_plan(
     )
 
 
-def planned_zeros(config: AnySparsity, shapes: Shapes) -> dict[str, int]:
+def zeros_by_layer(config: AnySparsity, shapes: Shapes) -> dict[str, int]:
     """Return the number of weights held at zero, by layer."""
     levels = layer_levels(config, shapes)
     if isinstance(config, GivenConfig):

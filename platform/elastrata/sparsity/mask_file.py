@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elastrata_pipelines.checked_json import parse_json, printable, read_bytes
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.checked_json import make_printable, parse_json, read_bytes
+from elastrata_pipelines.errors import UserError, suggest_nearest
 from elastrata_pipelines.storage import Storage
 
 MASKS_FILE = "masks.safetensors"
@@ -28,7 +28,7 @@ _MOST_BYTES = 2**36
 Shape = tuple[int, int]
 
 
-def packed_masks(masks: Mapping[str, Tensor]) -> bytes:
+def pack_masks(masks: Mapping[str, Tensor]) -> bytes:
     """Return the content of a file.
 
     Args:
@@ -65,8 +65,8 @@ def read_masks(path: str, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
     for layer, shape in layer_shapes.items():
         if layer not in shapes:
             raise UserError(
-                f"sparsity.masks: {path}: of another model: it has a mask for {printable(layer)}, "
-                f"which this one lacks{nearest(layer, shapes)}"
+                f"sparsity.masks: {path}: of another model: it has a mask for "
+                f"{make_printable(layer)}, which this one lacks{suggest_nearest(layer, shapes)}"
             )
         if shape != shapes[layer]:
             raise UserError(

@@ -21,10 +21,10 @@ from elastrata.sparsity.mask_file import read_masks
 from elastrata.sparsity.rigl import (
     all_finite,
     counts_over_shards,
-    drawn,
-    in_portions,
-    no_mask,
-    of_all_stages,
+    empty_mask,
+    gather_over_stages,
+    memory_portions,
+    random_masks,
     rows_and_columns,
     zeros_of,
 )
@@ -145,7 +145,7 @@ class Masks(StepHooks):
         """Whether masks change in this step, by gradients."""
         return self._drop_fraction > 0
 
-    def is_in_fours(self, name: str) -> bool:
+    def uses_kernels(self, name: str) -> bool:
         """Return whether a matrix has 2:4 zeros that kernels should skip."""
         config = self._sparsity
         return isinstance(config, TwoFourConfig) and config.kernels and name in self._masks
@@ -168,7 +168,7 @@ class Masks(StepHooks):
         zeros = counts_over_shards([local(matrix) == 0 for matrix in matrices], matrices)
         shares = [count / matrix.numel() for count, matrix in zip(zeros, matrices, strict=True)]
         local_shares = dict(zip(map(layer_of, names), shares, strict=True))
-        by_layer = of_all_stages(local_shares, self._pipeline)
+        by_layer = gather_over_stages(local_shares, self._pipeline)
         return {layer: by_layer[layer] for layer in self._shapes if layer in by_layer}
 
     def state(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Masks(StepHooks):
         config = self._sparsity
         if config is not None and _is_stored(config):
             self._set_masks(
-                {name: no_mask(self._matrices[name]) for name in self._sparse_levels(config)}
+                {name: empty_mask(self._matrices[name]) for name in self._sparse_levels(config)}
             )
             # `load` fills tensors in place, so they must exist with their layout.
             load({MASKS: self._masks})
@@ -229,9 +229,9 @@ class Masks(StepHooks):
         seed = self._seed if config.seed is None else config.seed
         # RigL continues with the masks of the phase before it, adapted to the new level.
         if not isinstance(config, RiglConfig) or before is None:
-            return drawn(config, matrices, levels, seed)
+            return random_masks(config, matrices, levels, seed)
         return {
-            name: rigl.adapted(
+            name: rigl.adapt_mask(
                 matrix,
                 self._mask(name),
                 key(seed, text_hash(name)),
@@ -242,7 +242,7 @@ class Masks(StepHooks):
 
     def _from_file(self, path: str, sparse: Iterable[str]) -> dict[str, Tensor]:
         whole = read_masks(path, self._shapes)
-        shards = {name: no_mask(self._matrices[name]) for name in sparse}
+        shards = {name: empty_mask(self._matrices[name]) for name in sparse}
         for name in shards:
             if layer_of(name) in whole:
                 rows, columns = rows_and_columns(self._matrices[name])
@@ -254,14 +254,16 @@ class Masks(StepHooks):
         matrices = [self._matrices[name] for name in names]
         masks = self.shards
         # In portions, as the selection needs 8 bytes for every weight.
-        for portion in in_portions(matrices):
+        for portion in memory_portions(matrices):
             some = matrices[portion]
             counts = [
                 int(self._drop_fraction * (matrix.numel() - self._zeros[name]))
                 for matrix, name in zip(some, names[portion], strict=True)
             ]
             gradients = [matrix.grad for matrix in some if matrix.grad is not None]
-            new = rigl.updated(some, gradients, [masks[name] for name in names[portion]], counts)
+            new = rigl.update_masks(
+                some, gradients, [masks[name] for name in names[portion]], counts
+            )
             masks.update(zip(names[portion], new, strict=True))
         self._replace(masks, optimizer)
 
@@ -294,13 +296,13 @@ class Masks(StepHooks):
         shards = self.shards
         zeros = counts_over_shards(list(shards.values()), [self._matrices[name] for name in shards])
         self._zeros = dict(zip(shards, zeros, strict=True))
-        self._zeros_in_all = sum(of_all_stages(self._zeros, self._pipeline).values())
+        self._zeros_in_all = sum(gather_over_stages(self._zeros, self._pipeline).values())
         self._has_changed = True
 
     def _mask(self, name: str) -> Tensor:
         """Return this rank's shard of a mask; all false without a mask."""
         mask = self._masks.get(name)
-        return no_mask(self._matrices[name]) if mask is None else local(mask)
+        return empty_mask(self._matrices[name]) if mask is None else local(mask)
 
 
 def _is_stored(config: AnySparsity | None) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from elastrata.device.device_transfer import to_device
-from elastrata.parallel.sharding import MeshAxis, axes_as_divided, local, sharding_axes
+from elastrata.parallel.sharding import MeshAxis, axes_in_division_order, local, sharding_axes
 from elastrata.sparsity.config import AnySparsity, BlockConfig, RiglConfig, TwoFourConfig
 from elastrata_pipelines.hashing import key, mix, text_hash
 
@@ -46,13 +46,13 @@ def rows_and_columns(matrix: Tensor) -> tuple[Tensor, Tensor]:
         int64, of shapes [rows] and [columns] of the shard; either may be empty.
     """
     places = [torch.arange(size, device=local(matrix).device) for size in matrix.shape]
-    for axis in axes_as_divided(matrix):
+    for axis in axes_in_division_order(matrix):
         parts = torch.chunk(places[axis.dim], axis.size)  # may return fewer parts
         places[axis.dim] = parts[axis.rank] if axis.rank < len(parts) else places[axis.dim][:0]
     return places[0], places[1]
 
 
-def no_mask(matrix: Tensor) -> Tensor:
+def empty_mask(matrix: Tensor) -> Tensor:
     """Return this rank's shard of an all-false mask of the matrix."""
     return torch.zeros_like(local(matrix), dtype=torch.bool)
 
@@ -88,7 +88,7 @@ def sums_over_shards(matrices: Sequence[Tensor], values: Tensor) -> Tensor:
     return values
 
 
-def of_all_stages(
+def gather_over_stages(
     values: Mapping[str, Value], pipeline: dist.ProcessGroup | None
 ) -> dict[str, Value]:
     """Return the values of the layers of all stages, on every rank. Collective over a pipeline's
@@ -197,7 +197,7 @@ class MarkedRemaining(Remaining):
         self._is_in &= self._digits(shift) == digit
 
 
-def in_portions(matrices: Sequence[Tensor]) -> Iterator[slice]:
+def memory_portions(matrices: Sequence[Tensor]) -> Iterator[slice]:
     """Yield portions of the matrices whose keys fit into memory, the same on every rank."""
     first, size = 0, 0
     for number, matrix in enumerate(matrices):
@@ -219,7 +219,7 @@ _HASH_BITS = 64
 _GOLDEN, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def drawn(
+def random_masks(
     config: AnySparsity, matrices: Mapping[str, Tensor], levels: Mapping[str, float], seed: int
 ) -> dict[str, Tensor]:
     """Return this rank's shards of random masks. Collective over the axes that shard the matrices.
@@ -252,7 +252,7 @@ def _random_weights(
     """Select the weights with the smallest hashes."""
     names = list(matrices)
     masks: list[Tensor] = []
-    for portion in in_portions(list(matrices.values())):
+    for portion in memory_portions(list(matrices.values())):
         some = [matrices[name] for name in names[portion]]
         hashes = [element_hashes(keys[name], elements(matrices[name])) for name in names[portion]]
         # By the same hashes at every level, so the zeros of a lower level are among those of a
@@ -325,7 +325,7 @@ def drop_fraction(config: RiglConfig, step: int, steps: int) -> float:
     return config.schedule.fraction / 2 * (1 + math.cos(math.pi * step / end))
 
 
-def updated(
+def update_masks(
     matrices: Sequence[Tensor],
     gradients: Sequence[Tensor],
     masks: Sequence[Tensor],
@@ -367,7 +367,7 @@ def updated(
     ]
 
 
-def adapted(matrix: Tensor, mask: Tensor, name_key: int, count: int) -> Tensor:
+def adapt_mask(matrix: Tensor, mask: Tensor, name_key: int, count: int) -> Tensor:
     """Return a mask with `count` zeros, made from another mask.
 
     Weights that were zero remain so first, in the order of their hashes. Then the smallest of the

@@ -79,7 +79,7 @@ class WeightAverage:
         return {AVERAGE: dict(self._state)}
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         """Exchange weights and averages while the block runs. Collective."""
         self._exchange()
         try:

@@ -95,7 +95,7 @@ class Buckets:
             yield self.model, self.rest_limit
 
 
-def buckets_of(model: nn.Module, max_norm: float, pipeline: StageRanks | None = None) -> Buckets:
+def build_buckets(model: nn.Module, max_norm: float, pipeline: StageRanks | None = None) -> Buckets:
     """Return the model's buckets with their `bucket_limits`. Collective over the ranks of a
     pipeline.
 

@@ -14,7 +14,7 @@ from elastrata.step.bucket_clip import (
     LateBucketClip,
     LocalBucketClip,
     ReducedBucketClip,
-    buckets_of,
+    build_buckets,
 )
 from elastrata.step.norms import (
     Measure,
@@ -92,7 +92,7 @@ def build_clip(
         max_norm = config.max_norm if config.method == "global_norm" else None
         measure = reproducible_norm if ordered else gradient_norm
         return WholeClip(model, max_norm, measure, pipeline)
-    buckets = buckets_of(model, config.max_norm, pipeline)
+    buckets = build_buckets(model, config.max_norm, pipeline)
     if config.scope == "local":
         return LocalBucketClip(buckets)
     # The early clip overlaps its messages with the backward pass, so it is preferred.

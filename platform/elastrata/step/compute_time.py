@@ -19,7 +19,7 @@ from elastrata.step.step_message import Effort
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
-class OwnTime(Protocol):
+class ComputeTime(Protocol):
     """Measures the compute time of the passes of every step."""
 
     def begin(self) -> None:
@@ -32,7 +32,7 @@ class OwnTime(Protocol):
         """Stop measuring and release all resources."""
 
 
-def own_time(device: torch.device, blocks: Sequence[nn.Module]) -> OwnTime:
+def build_compute_time(device: torch.device, blocks: Sequence[nn.Module]) -> ComputeTime:
     """Return the measurement for a rank on `device` whose model has these blocks.
 
     Without blocks, it measures the thread's time on a CPU, and nothing on a GPU.
@@ -43,7 +43,7 @@ def own_time(device: torch.device, blocks: Sequence[nn.Module]) -> OwnTime:
     return BlockTime(blocks[:1], DeviceSpan, is_late=True)
 
 
-class ThreadTime(OwnTime):
+class ThreadTime(ComputeTime):
     """Measures the seconds of the thread that creates it.
 
     On Linux it counts the time on a CPU and the time that the thread was runnable while another
@@ -110,7 +110,7 @@ class ClockSpan(Span):
         return self._end_seconds - self._begin_seconds
 
 
-class BlockTime(OwnTime):
+class BlockTime(ComputeTime):
     """Measures the seconds of the blocks' forward passes, once their parameters are gathered.
 
     Nothing inside of a block waits for ranks with other samples, and everything that slows a rank's

@@ -97,7 +97,7 @@ def evaluation_metrics(workload: Workload, sets: Iterable[NamedSet] = ()) -> lis
     return [f"{place}/{name}" for place in places for name in names]
 
 
-def evaluated(step: int, losses: Mapping[str, StepLoss], seconds: float) -> Evaluated:
+def evaluation_event(step: int, losses: Mapping[str, StepLoss], seconds: float) -> Evaluated:
     """Return the `Evaluated` event for the losses of all held-out sets."""
     metrics = _metrics_of(losses[OWN])
     for name, loss in losses.items():
@@ -111,7 +111,7 @@ def _metrics_of(loss: StepLoss) -> dict[str, float]:
     return {**{f"{term}_loss": value for term, value in loss.terms.items()}, **loss.metrics}
 
 
-def held_out_step(
+def evaluation_step(
     batches: Batches, *, samples: int, rank: int, num_ranks: int, kinds: RankKinds = ()
 ) -> RankStep:
     """Return this rank's part of the held-out data. All ranks get the same number of micro-batches.

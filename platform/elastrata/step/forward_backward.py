@@ -38,10 +38,10 @@ class ForwardBackward(Protocol):
     def evaluate(self, batches: Sequence[Batch]) -> list[Loss]:
         """Run forward only. Collective; training can continue after it."""
 
-    def recomputes(self, share: float) -> None:
+    def set_recomputation(self, share: float) -> None:
         """Set the share of their forward pass that blocks recompute in the backward pass."""
 
-    def synchronizes(self, when: GradientSync) -> None:
+    def set_gradient_sync(self, when: GradientSync) -> None:
         """Set when gradients are summed over ranks."""
 
     def figures(self) -> Mapping[str, Any]:
@@ -73,7 +73,7 @@ class WholeModel(ForwardBackward):
             loss = self._workload.loss(self._model, batch)
             # Right after its forward pass, so that only one micro-batch's activations are in
             # memory.
-            weighted(loss, weights).backward()  # type: ignore[no-untyped-call]
+            weighted_loss(loss, weights).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detached())
         return losses
 
@@ -86,15 +86,15 @@ class WholeModel(ForwardBackward):
         return losses
 
     @override
-    def recomputes(self, share: float) -> None:
+    def set_recomputation(self, share: float) -> None:
         pass
 
     @override
-    def synchronizes(self, when: GradientSync) -> None:
+    def set_gradient_sync(self, when: GradientSync) -> None:
         self._gradient_sync = when
 
 
-def weighted(loss: Loss, weights: Mapping[str, float]) -> torch.Tensor:
+def weighted_loss(loss: Loss, weights: Mapping[str, float]) -> torch.Tensor:
     """Return a micro-batch's share in the loss of the global batch, a scalar."""
     # A term without weight has a sum of zero; the maximum prevents a division by zero.
     shares = [total / max(weights[term], 1.0) for term, total in loss.terms.items()]

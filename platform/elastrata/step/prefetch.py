@@ -31,7 +31,7 @@ class Background(Protocol):
         """Accept no more work."""
 
 
-class AtOnce(Background):
+class SynchronousBackground(Background):
     """Executes work synchronously in `begin`, for rehearsals and tests."""
 
     @override

@@ -175,7 +175,7 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
-    def passed(self, name: str) -> None:
+    def end_phase(self, name: str) -> None:
         """End the phase `name` and start the next one. Repeated names add up."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last

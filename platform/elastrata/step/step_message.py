@@ -62,7 +62,7 @@ def _get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def written(
+def encode(
     action: Action,
     effort: Effort,
     next_sums: Mapping[str, float] | None,

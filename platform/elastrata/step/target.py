@@ -34,7 +34,7 @@ class TargetConfig(Config):
         return self
 
 
-def reached(target: TargetConfig | None, metrics: Mapping[str, float]) -> bool:
+def is_reached(target: TargetConfig | None, metrics: Mapping[str, float]) -> bool:
     """Return whether an evaluation reached the target; always false without an evaluation."""
     # A diverged loss must not count as reached, nor a metric that was not evaluated.
     if target is None or not math.isfinite(value := metrics.get(target.metric, math.nan)):
@@ -48,4 +48,4 @@ def is_over(
     step: int, metrics: Mapping[str, float], *, steps: int, target: TargetConfig | None
 ) -> bool:
     """Return whether a run ends with this step."""
-    return step >= steps or reached(target, metrics)
+    return step >= steps or is_reached(target, metrics)

@@ -18,7 +18,7 @@ from elastrata.workload.batch import Batch
 from elastrata.workload.workload import SOURCE_LOSS, Loss, Metric
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Do nothing."""
 
 
@@ -103,7 +103,7 @@ def train_step(
     is_primary: bool = True,
     hooks: StepHooks | None = None,
     more: Callable[[], Tensor] | None = None,
-    before_change: Callable[[], None] = nothing,
+    before_change: Callable[[], None] = do_nothing,
 ) -> StepResult:
     """Run forward, backward and update over this rank's micro-batches of one global batch.
 

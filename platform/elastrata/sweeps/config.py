@@ -11,17 +11,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from elastrata.config import Config
-from elastrata.recipe.problems import misread_booleans, recipe_problems, shown_value
+from elastrata.recipe.problems import find_boolean_problems, format_value, recipe_problems
 from elastrata.recipe.recipe import Recipe
-from elastrata.recipe.value_types import known_paths
+from elastrata.recipe.value_types import iter_key_paths
 from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
 from elastrata.recipe.yaml_values import parse_yaml
 from elastrata.step.evaluate import evaluation_metrics
 from elastrata.sweeps.scheduler import NoneConfig, PbtConfig, SchedulerConfig
 from elastrata.sweeps.search import GridConfig, RandomConfig, SearcherConfig, missing_package
-from elastrata.sweeps.space import Domain, condition_problems, reaching
+from elastrata.sweeps.space import Domain, activating_values, condition_problems
 from elastrata.sweeps.trial_recipe import BaseRecipe, base_recipe
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 
 
 class SweepConfig(Config):
@@ -86,7 +86,7 @@ def load_sweep(path: str, overrides: Sequence[str] = ()) -> SweepConfig:
     """
     text = _read_text(path, overrides)
     # pydantic would take true and false as 1 and 0 for a number.
-    misread = misread_booleans(SweepConfig, text)
+    misread = find_boolean_problems(SweepConfig, text)
     try:
         config = SweepConfig.model_validate(text.values)
     except ValidationError as error:
@@ -114,7 +114,7 @@ def check_sweep(config: SweepConfig, origin: str = "sweep") -> BaseRecipe:
     return base
 
 
-def changes_of(overrides: Sequence[str]) -> dict[str, Any]:
+def parse_changes(overrides: Sequence[str]) -> dict[str, Any]:
     """Parse command-line overrides of the recipe's keys into values by dotted key.
 
     Raises:
@@ -143,7 +143,7 @@ def _read_text(path: str, overrides: Sequence[str]) -> RecipeText:
     text.values.setdefault("name", text.name)
     changes = text.values.setdefault("changes", {})
     if isinstance(changes, dict):
-        changes.update(changes_of(recipe_overrides))
+        changes.update(parse_changes(recipe_overrides))
     recipe = text.values.get("recipe")
     # pathlib's is_file raises OSError for names that are too long.
     if isinstance(recipe, str) and os.path.isfile(recipe_path := Path(path).parent / recipe):  # noqa: PTH113
@@ -168,7 +168,7 @@ def _find_further_problems(values: Any, path: str) -> list[str]:
     return [f"{path}: {line}" for line in lines]
 
 
-SWEEPS_OWN = ("name", "storage", "tracking", "workers", "checkpoint", "phases")
+FIXED_SECTIONS = ("name", "storage", "tracking", "workers", "checkpoint", "phases")
 """Sections of a recipe that the sweep sets, or that are the same in all trials."""
 _LEAST_POPULATION = 2
 _MOST_POINTS = 1_000_000
@@ -192,11 +192,11 @@ def sweep_problems(config: SweepConfig, base: BaseRecipe) -> list[str]:
 
 def key_problems(keys: Iterable[str], recipe: Recipe) -> Iterator[str]:
     """Yield a line per key of the space that is unknown or must be the same in all trials."""
-    known_keys = {".".join(path) for path in known_paths(type(recipe))}
-    known_keys |= {f"workload.{'.'.join(path)}" for path in known_paths(type(recipe.workload))}
+    known_keys = {".".join(path) for path in iter_key_paths(type(recipe))}
+    known_keys |= {f"workload.{'.'.join(path)}" for path in iter_key_paths(type(recipe.workload))}
     for key in keys:
         parent, _, last = key.rpartition(".")
-        if key.split(".")[0] in SWEEPS_OWN:
+        if key.split(".")[0] in FIXED_SECTIONS:
             yield f"space.{key}: is the same in all trials of a sweep"
         # A trailing number is an index into a list, such as `optimizer.betas.1`.
         elif key not in known_keys and not (last.isdigit() and parent in known_keys):
@@ -209,7 +209,7 @@ def metric_problems(metric: str, recipe: Recipe) -> Iterator[str]:
     if metric not in reported:
         yield (
             f"metric: {metric!r}: the recipe never reports it; expected one of "
-            f"{', '.join(reported)}{nearest(metric, reported)}"
+            f"{', '.join(reported)}{suggest_nearest(metric, reported)}"
         )
 
 
@@ -218,7 +218,9 @@ def _suggest_key(key: str, known_keys: Iterable[str]) -> str:
     same_ending = sorted(
         path for path in known_keys if path.rpartition(".")[2] == key.rpartition(".")[2]
     )
-    return f" (did you mean '{same_ending[0]}'?)" if same_ending else nearest(key, known_keys)
+    return (
+        f" (did you mean '{same_ending[0]}'?)" if same_ending else suggest_nearest(key, known_keys)
+    )
 
 
 def _domain_problems(config: SweepConfig) -> Iterator[str]:
@@ -289,7 +291,7 @@ def _value_problems(config: SweepConfig, base: BaseRecipe) -> Iterator[str]:
     for key, domain in config.space.items():
         for value in domain.extremes():
             try:
-                base.trial({**reaching(config.space, key), key: value})
+                base.trial({**activating_values(config.space, key), key: value})
             except UserError as error:
                 for line in error.problems:
-                    yield f"space.{key}: {shown_value(value)}: {line}"
+                    yield f"space.{key}: {format_value(value)}: {line}"

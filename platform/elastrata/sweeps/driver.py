@@ -17,13 +17,13 @@ from ray import tune
 from ray.tune import Callback
 from ray.tune.experiment import Trial as TuneTrial
 
-from elastrata.checkpoints.commit import commits
-from elastrata.driver.interrupt import Interrupt, undisturbed
+from elastrata.checkpoints.commit import list_commits
+from elastrata.driver.interrupt import Interrupt, shield_from_signals
 from elastrata.recipe.recipe import Recipe, WorkersConfig
 from elastrata.run import history
 from elastrata.run.claim import SWEEP_FILE, is_copy
 from elastrata.run.consistency import note_removal
-from elastrata.run.export import export_model, loadable
+from elastrata.run.export import export_model, to_loadable
 from elastrata.run.facts import data_params, recipe_params, start_tags
 from elastrata.run.history import HistoryWriter
 from elastrata.sweeps.config import SweepConfig
@@ -45,11 +45,11 @@ from elastrata.sweeps.scheduler import PbtConfig, build_scheduler
 from elastrata.sweeps.search import build_searcher
 from elastrata.sweeps.space import Value
 from elastrata.sweeps.suggestions import Suggestions
-from elastrata.sweeps.trial import REPORT, Past, TrialActor
+from elastrata.sweeps.trial import REPORT, RunPast, TrialActor
 from elastrata.sweeps.trial_recipe import TrialJob
 from elastrata.tracking.models import LoadableModel
 from elastrata.tracking.tracker import Status, Tracker, open_tracker
-from elastrata.trainer.preflight import training_data
+from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -71,7 +71,7 @@ class Slots:
     """CPU threads of each worker."""
 
 
-def slots(
+def divide_cluster(
     workers: WorkersConfig,
     resources: Mapping[str, float],
     wanted: int | Literal["auto"],
@@ -169,12 +169,14 @@ class SweepRecord:
             trial: the trial, with all of its reports so far.
             recipe: the trial's recipe; None if its values are invalid.
         """
-        params = recipe_params(recipe.as_recorded().model_dump(mode="json")) if recipe else {}
+        params = (
+            recipe_params(recipe.without_preparation().model_dump(mode="json")) if recipe else {}
+        )
         searched = {f"searched.{key}": value for key, value in trial.values.items()}
         part = self.whole.child(trial.id, params, {"trial": trial.id, **searched})
         self._parts[trial.id] = part
         # An earlier driver may have died before it recorded these steps.
-        part.log_steps(Past.of(self._folder.sub(trial.id)).curves())
+        part.log_steps(RunPast.of(self._folder.sub(trial.id)).curves())
         for report in trial.reports:
             part.log_steps([{"step": report.step, **report.metrics}])
         if trial.is_over:
@@ -196,7 +198,7 @@ class SweepRecord:
         part.tag({"state": trial.state, **({"text": trial.text} if trial.text else {})})
         part.end(_STATUS[trial.state])
 
-    def crown(
+    def mark_best(
         self,
         trial: Trial,
         value: float,
@@ -289,7 +291,7 @@ class SweepDriver:
                 warn(f"{folder.uri()}: a copy of {original}; it gets MLflow runs of its own")
             return found
 
-        data = training_data(recipe)
+        data = find_training_data(recipe)
         whole = open_tracker(
             recipe.tracking,
             Storage(recipe.storage),
@@ -361,7 +363,7 @@ class SweepDriver:
             status = "KILLED"
             raise
         finally:
-            with undisturbed("closing the sweep's record"):
+            with shield_from_signals("closing the sweep's record"):
                 self.journal.flush()
                 self.record.whole.finish(status)
                 scratch.cleanup()
@@ -451,7 +453,7 @@ class SweepDriver:
         if best is None:
             return
         checkpoints = self.job.folder.sub(best.id, "checkpoints")
-        saved_commits = commits(checkpoints)
+        saved_commits = list_commits(checkpoints)
         newest = (
             (checkpoints.uri(saved_commits[0].folder), saved_commits[0].step)
             if saved_commits
@@ -459,13 +461,13 @@ class SweepDriver:
         )
         name = self.folder.url.rpartition("/")[2]
         export = self._export_best(best.id, scratch) if newest else None
-        self.record.crown(best, best.value(self.config.metric), newest, name, export)
+        self.record.mark_best(best, best.value(self.config.metric), newest, name, export)
 
     def _export_best(self, trial: str, scratch: Path) -> LoadableModel | None:
         """Export the newest state of a trial as a model for MLflow; return None if that fails."""
         try:
             model = export_model(self.job.folder.uri(trial), scratch / "model")
-            return loadable(model, scratch / "mlmodel")
+            return to_loadable(model, scratch / "mlmodel")
         except Exception as error:  # the checkpoint can still be registered
             self.warn(f"the best trial's model is in MLflow as a checkpoint only: {error}")
             return None

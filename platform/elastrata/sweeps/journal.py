@@ -16,7 +16,7 @@ finite; `failed`: an error ended it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copied:
+class StateCopy:
     """Copy of another trial's state by population based training."""
 
     source: str
@@ -46,7 +46,7 @@ class Report:
     state: State = "running"
     text: str = ""
     """The error, in one line; empty without one."""
-    copied: Copied | None = None
+    copied: StateCopy | None = None
     """The copy that the trial made since the previous report."""
 
     def value(self, metric: str) -> float:
@@ -65,7 +65,7 @@ class Trial:
     state: State = "running"
     text: str = ""
     reports: list[Report] = field(default_factory=list)
-    copies: list[Copied] = field(default_factory=list)
+    copies: list[StateCopy] = field(default_factory=list)
     """Each copy that it made of another trial's state."""
 
     @property
@@ -101,7 +101,7 @@ class Trial:
 _NOT_FINITE = "not finite"
 
 
-def failure(error: Exception) -> tuple[State, str]:
+def classify_error(error: Exception) -> tuple[State, str]:
     """Return the state of a trial that raised this error, and the reason in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else "no message"
@@ -144,7 +144,7 @@ class Standings:
             case "copied":
                 trial = self.trials[entry["trial"]]
                 keys = ("source", "step", "values", "metrics")
-                trial.copies.append(Copied(**{key: entry[key] for key in keys}))
+                trial.copies.append(StateCopy(**{key: entry[key] for key in keys}))
                 trial.values = dict(entry["values"])
             case "concluded":
                 trial = self.trials[entry["trial"]]

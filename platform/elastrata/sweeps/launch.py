@@ -10,12 +10,12 @@ import ray
 
 from elastrata.driver.interrupt import Interrupt
 from elastrata.driver.ray_session import ray_session
-from elastrata.recipe.data_sets import in_steps, preparations
+from elastrata.recipe.data_sets import preparations, resolve_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.claim import TRIALS, check_folder, check_parent, claim
 from elastrata.run.history import part_names
 from elastrata.sweeps.config import SweepConfig, check_sweep
-from elastrata.sweeps.driver import Show, SweepDriver, slots
+from elastrata.sweeps.driver import Show, SweepDriver, divide_cluster
 from elastrata.sweeps.journal import Standings
 from elastrata.sweeps.result import (
     SweepResult,
@@ -26,11 +26,11 @@ from elastrata.sweeps.result import (
 )
 from elastrata.sweeps.search import GridConfig
 from elastrata.sweeps.space import grid_points
-from elastrata.sweeps.trial_recipe import TrialJob, at_home
-from elastrata.trainer.preflight import check_storage, training_data
+from elastrata.sweeps.trial_recipe import TrialJob, with_absolute_paths
+from elastrata.trainer.preflight import check_storage, find_training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
-from elastrata_pipelines.groups import samples_in
+from elastrata_pipelines.groups import count_samples
 from elastrata_pipelines.preparation import PrepareConfig, prepare
 from elastrata_pipelines.storage import Storage
 
@@ -56,7 +56,7 @@ def sweep(
         UserError: the sweep, its recipe, the data or the cluster cannot be used.
     """
     began = time.monotonic()
-    base = at_home(check_sweep(config))
+    base = with_absolute_paths(check_sweep(config))
     root = Storage(base.recipe.storage)
     missing = _find_missing_data(base.recipe)
     if not missing:
@@ -77,7 +77,9 @@ def sweep(
                 prepare(preparation, path)
             tokens = _estimate_trial_tokens(base.recipe)
             trials = _count_trials(config)
-            shares = slots(base.recipe.workers, _resources(), config.concurrency, trials=trials)
+            shares = divide_cluster(
+                base.recipe.workers, _resources(), config.concurrency, trials=trials
+            )
             # Written only after all checks: a corrected sweep would be refused as another one.
             write_sweep(folder, config, base.recipe)
             job = TrialJob(
@@ -155,14 +157,14 @@ def _estimate_trial_tokens(recipe: Recipe) -> int:
     Raises:
         UserError: a data set cannot be used, or has no held-out data by which to compare trials.
     """
-    data = training_data(in_steps(recipe))
+    data = find_training_data(resolve_steps(recipe))
     if None in data.held_out:
         raise UserError(
             f"data.path: {recipe.parts[0].data.path}: has no held-out data, which trials are "
             "compared by; prepare with data.prepare.held_out, or give evaluation.path"
         )
     return sum(
-        samples_in(phase.steps, full=phase.batch_size, warmup=phase.warmup)
+        count_samples(phase.steps, full=phase.batch_size, warmup=phase.warmup)
         * max(1, int(phase.batches.tokens_per_sample))
         for phase in data.phases
     )

@@ -409,10 +409,10 @@ def headings(standings: Standings, space: Mapping[str, Domain]) -> list[str]:
 def rows(standings: Standings, space: Mapping[str, Domain]) -> list[list[str]]:
     """Return the cells of every trial, in the order of `ordered`."""
     best = standings.best()
-    return [_row(trial, standings.metric, space, trial is best) for trial in ordered(standings)]
+    return [_row(trial, standings.metric, space, trial is best) for trial in sort_trials(standings)]
 
 
-def ordered(standings: Standings) -> list[Trial]:
+def sort_trials(standings: Standings) -> list[Trial]:
     """Return the trials: running ones first, then by value, the best first; those without a value
     last."""
     sign = 1.0 if standings.mode == "min" else -1.0
@@ -492,7 +492,7 @@ def html_table(standings: Standings, space: Mapping[str, Domain]) -> str:
     best = standings.best()
     head = "".join(f"<th>{html.escape(name)}</th>" for name in headings(standings, space))
     lines = []
-    for trial, cells in zip(ordered(standings), rows(standings, space), strict=True):
+    for trial, cells in zip(sort_trials(standings), rows(standings, space), strict=True):
         # Notebooks show the table without `_STYLE`.
         kind = ' class="best" style="font-weight:700"' if trial is best else ""
         lines.append(f"<tr{kind}>{''.join(f'<td>{html.escape(c)}</td>' for c in cells)}</tr>")

@@ -34,7 +34,7 @@ BASE_FILE, JOURNAL, PLOTS, REPORT_FILE = "recipe.yaml", "journal", "plots", "rep
 _UNCOMPARED_SECTIONS = ("name", "storage", "workers", "checkpoint", "tracking")
 # Keys that may differ when a sweep is continued. The recipe is compared by its contents, hence its
 # name may differ.
-MAY_CHANGE = {"name", "recipe", "trials", "concurrency", "max_seconds", "max_failures", "keep"}
+CHANGEABLE_KEYS = {"name", "recipe", "trials", "concurrency", "max_seconds", "max_failures", "keep"}
 
 # Earlier versions recorded these keys, too; they do not affect training.
 _PREPARATION = re.compile(r"(phases\.\d+\.)?data\.prepare(\.|$)")
@@ -57,7 +57,7 @@ def check_same_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None
             f"{now.get(key)!r} in this one"
             for key in sorted(before.keys() | now.keys())
             if before.get(key) != now.get(key)
-            and key.split(".")[0] not in MAY_CHANGE
+            and key.split(".")[0] not in CHANGEABLE_KEYS
             and not _PREPARATION.match(key)
         ]
     if problems:
@@ -77,7 +77,7 @@ def _sweep_values(config: SweepConfig) -> dict[str, Any]:
 
 def _base_values(base: Recipe) -> dict[str, Any]:
     """Return the values of the base recipe that affect the training of a trial."""
-    return base.as_recorded().model_dump(mode="json", exclude=set(_UNCOMPARED_SECTIONS))
+    return base.without_preparation().model_dump(mode="json", exclude=set(_UNCOMPARED_SECTIONS))
 
 
 def read_sweep(folder: Storage) -> SweepConfig:
@@ -109,7 +109,7 @@ def read_journal(folder: Storage) -> History:
             parts.
     """
     journal = folder.sub(JOURNAL)
-    journal_history = history.look(journal)
+    journal_history = history.read_history(journal)
     # A lost journal must not start the sweep anew over existing trials.
     if not journal_history.entries and list_names(folder, TRIALS):
         raise UserError(f"{journal.uri()}: empty or missing, though the sweep has trials")

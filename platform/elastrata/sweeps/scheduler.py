@@ -118,7 +118,7 @@ def build_scheduler(
                 hyperparam_mutations={key: _build_mutation(space[key]) for key in space},
                 quantile_fraction=config.quantile,
                 resample_probability=config.resample,
-                custom_explore_fn=lambda point: within(space, point),
+                custom_explore_fn=lambda point: clip_to_domains(space, point),
                 log_config=False,
             )
     return schedulers.FIFOScheduler()  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ def first_rung(config: AshaConfig, trial_tokens: int) -> int:
     return config.grace_tokens or max(1, math.floor(share))
 
 
-def within(space: Mapping[str, Domain], point: Mapping[str, Value]) -> dict[str, Value]:
+def clip_to_domains(space: Mapping[str, Domain], point: Mapping[str, Value]) -> dict[str, Value]:
     """Return a changed point with every value moved back into its domain."""
     return {
         key: space[key].value_at(min(1.0, max(0.0, space[key].share_of(value))))

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from typing_extensions import override
 
 from elastrata.config import Config
-from elastrata_pipelines.errors import nearest
+from elastrata_pipelines.errors import suggest_nearest
 
 # These limits keep `high - low` and `high / low` finite.
 _LEAST = 1e-100
@@ -197,7 +197,9 @@ _KINDS = ("uniform", "loguniform", "int", "choice")
 def _check_one_kind(value: Any) -> Any:
     if isinstance(value, Mapping) and len(value.keys() & set(_KINDS)) != 1:
         unknown_key = next((str(key) for key in value if key not in DomainKeys.model_fields), "")
-        raise ValueError(f"expected one of {', '.join(_KINDS)}{nearest(unknown_key, _KINDS)}")
+        raise ValueError(
+            f"expected one of {', '.join(_KINDS)}{suggest_nearest(unknown_key, _KINDS)}"
+        )
     return value
 
 
@@ -205,7 +207,7 @@ Domain = Annotated[Uniform | LogUniform | Int | Choice, BeforeValidator(_check_o
 """One of the domains; its key, such as `uniform`, selects which."""
 
 
-def wanted(condition: Value | Sequence[Value]) -> tuple[Value, ...]:
+def allowed_values(condition: Value | Sequence[Value]) -> tuple[Value, ...]:
     """Return the values that a condition allows."""
     # A string is a sequence, but one value.
     if isinstance(condition, str) or not isinstance(condition, Sequence):
@@ -224,11 +226,12 @@ Point = dict[str, Value]
 def is_active(domain: Domain, point: Mapping[str, Value]) -> bool:
     """Return whether the key of a domain has a value, given the values of `point`."""
     return all(
-        key in point and point[key] in wanted(condition) for key, condition in domain.when.items()
+        key in point and point[key] in allowed_values(condition)
+        for key, condition in domain.when.items()
     )
 
 
-def in_order(space: Mapping[str, Domain]) -> list[str]:
+def sort_keys(space: Mapping[str, Domain]) -> list[str]:
     """Return the keys so that each comes after those it depends on, otherwise as they were written.
 
     Raises:
@@ -255,7 +258,7 @@ def draw(space: Mapping[str, Domain], value: Callable[[str, Domain], Value]) -> 
         value: returns the value of an active key.
     """
     point: Point = {}
-    for key in in_order(space):
+    for key in sort_keys(space):
         if is_active(space[key], point):
             point[key] = value(key, space[key])
     return point
@@ -267,7 +270,7 @@ def grid_points(space: Mapping[str, Domain]) -> Iterator[Point]:
     Raises:
         ValueError: a range does not define how many of its values belong to the grid.
     """
-    keys = in_order(space)
+    keys = sort_keys(space)
 
     def extend(point: Point, position: int) -> Iterator[Point]:
         if position == len(keys):
@@ -286,17 +289,17 @@ def grid_points(space: Mapping[str, Domain]) -> Iterator[Point]:
     yield from extend({}, 0)
 
 
-def reaching(space: Mapping[str, Domain], key: str) -> Point:
+def activating_values(space: Mapping[str, Domain], key: str) -> Point:
     """Return the values that other keys must have for `key` to be active."""
     point: Point = {}
     pending_keys = [key]
     while pending_keys:
         for other, condition in space[pending_keys.pop()].when.items():
             if other not in point:
-                point[other] = wanted(condition)[0]
+                point[other] = allowed_values(condition)[0]
                 # The other key may be conditional, too.
                 pending_keys.append(other)
-    return {other: point[other] for other in in_order(space) if other in point}
+    return {other: point[other] for other in sort_keys(space) if other in point}
 
 
 def condition_problems(space: Mapping[str, Domain]) -> Iterator[tuple[str, str]]:
@@ -308,11 +311,11 @@ def condition_problems(space: Mapping[str, Domain]) -> Iterator[tuple[str, str]]
             if not isinstance(parent, Choice):
                 yield key, f"{where}: expected a key of the space with a choice"
                 continue
-            for value in wanted(condition):
+            for value in allowed_values(condition):
                 if value not in parent.choice:
                     listed = ", ".join(map(repr, parent.choice))
                     yield key, f"{where}: {value!r}: expected one of {listed}"
     try:
-        in_order(space)
+        sort_keys(space)
     except ValueError as error:
         yield next(iter(space)), str(error)

@@ -37,7 +37,7 @@ class TrialId:
     trial_id: str
 
 
-class KnownByName(FIFOScheduler):
+class NamedTrialScheduler(FIFOScheduler):
     """Scheduler that identifies trials by their ids in the sweep, which outlive a launch.
 
     Args:
@@ -122,7 +122,7 @@ class Suggestions(Searcher):
         self.names = TrialNames()
         # Population based training clones Tune's own trials, and starts anew with each launch.
         is_pbt = isinstance(scheduler, PopulationBasedTraining)
-        self.scheduler = scheduler if is_pbt else KnownByName(scheduler, self.names)
+        self.scheduler = scheduler if is_pbt else NamedTrialScheduler(scheduler, self.names)
         """The scheduler for Tune to use."""
         self._searcher, self._standings = searcher, standings
         self._trials, self._at_a_time = trials, at_a_time
@@ -183,7 +183,7 @@ class Suggestions(Searcher):
         newest: dict[str, dict[str, Any]] = {}
         reports = [(place, e["trial"]) for place, e in enumerate(entries) if e["kind"] == REPORTED]
         last = {id: place for place, id in reports}
-        scheduler = self.scheduler if isinstance(self.scheduler, KnownByName) else None
+        scheduler = self.scheduler if isinstance(self.scheduler, NamedTrialScheduler) else None
         for place, entry in enumerate(entries):
             id = entry.get("trial", "")
             match entry["kind"]:

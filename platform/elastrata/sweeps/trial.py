@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from ray.tune import Trainable
 
-from elastrata.checkpoints.commit import Commit, commits
+from elastrata.checkpoints.commit import Commit, list_commits
 from elastrata.cluster.node_speeds import kinds_by_node
 from elastrata.device.capabilities import current_device
 from elastrata.driver.interrupt import Interrupt
@@ -26,26 +26,26 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.entries import metrics_of, step_record
 from elastrata.run.folder import RunIdentity, read_identity, write_identity
-from elastrata.run.history import restore_history, take_over
-from elastrata.step.evaluate import evaluated
+from elastrata.run.history import prepare_attempt, restore_history
+from elastrata.step.evaluate import evaluation_event
 from elastrata.step.events import Action, Committed, ControlSignal, Evaluated, Event, Started
 from elastrata.step.records import StepRecord, Stopwatch
 from elastrata.step.target import is_over
 from elastrata.sweeps.journal import (
     LAUNCHED,
-    Copied,
     Report,
-    failure,
+    StateCopy,
+    classify_error,
 )
 from elastrata.sweeps.scheduler import TOKENS
 from elastrata.sweeps.trial_recipe import TrialJob
 from elastrata.tracking.tracker import SilentTracker
 from elastrata.trainer.checkpoint_manager import CheckpointManager
-from elastrata.trainer.evaluation import HeldOut
+from elastrata.trainer.evaluation import HeldOutData
 from elastrata.trainer.initial_weights import find_parent
-from elastrata.trainer.preflight import TrainingData, training_data
+from elastrata.trainer.preflight import TrainingData, find_training_data
 from elastrata.trainer.reporter import Reporter
-from elastrata.trainer.resume import newest_state, start_after
+from elastrata.trainer.resume import find_resume_point, start_after
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
@@ -59,7 +59,7 @@ CURVES = ("train/loss", "train/lr", "train/gradient_norm", "progress/tokens")
 
 
 @dataclass(frozen=True)
-class Past:
+class RunPast:
     """Effective entries of a run's history: those that no later attempt rolled back."""
 
     steps: Sequence[Mapping[str, Any]]
@@ -80,9 +80,9 @@ class Past:
                 dropped, for callers whose user reads them elsewhere.
             step: the last step to include. Default: all steps.
         """
-        for commit in commits(run.sub("checkpoints"))[:1]:
+        for commit in list_commits(run.sub("checkpoints"))[:1]:
             restore_history(run.sub("history"), commit)
-        stored = history.look(run.sub("history"))
+        stored = history.read_history(run.sub("history"))
         for line in stored.problems:
             warn(line)
         entries = stored.entries
@@ -122,14 +122,14 @@ class Past:
             last_step = entry["step"]
 
 
-def curve(record: StepRecord) -> Mapping[str, float]:
+def step_metrics(record: StepRecord) -> Mapping[str, float]:
     """Return the metrics of a step that are reported to the sweep, with its number."""
     metrics = record.to_metrics()
     return {"step": record.step, **{name: metrics[name] for name in CURVES}}
 
 
 def _curve(entry: Mapping[str, Any]) -> Mapping[str, float]:
-    return curve(step_record(entry, "the trial's history"))
+    return step_metrics(step_record(entry, "the trial's history"))
 
 
 # Tokens that are read and dealt together. The group is small because a trial may stop early, which
@@ -159,7 +159,7 @@ class LoneChannel:
     def flush(self) -> None:
         """Do nothing: events are handled as they are sent."""
 
-    def committed(self, step: int, seconds: float) -> str:
+    def wait_for_commit(self, step: int, seconds: float) -> str:
         """Wait for the checkpoint of a step and return the name of its folder.
 
         Raises:
@@ -203,7 +203,7 @@ class LoneTrial:
         self.recipe, self.run = recipe, run
         identity = read_identity(run)
         fork_origin = identity.origin if identity else None
-        data = training_data(recipe, fork_origin)
+        data = find_training_data(recipe, fork_origin)
         _check_held_out(data)
         self._phases = data.phases
         parent = find_parent(run, recipe, data, _ignore_warning)
@@ -222,7 +222,7 @@ class LoneTrial:
         else:
             self._trainer.begin(parent)
         self.start = start_after(self._commit)
-        self._held_out = HeldOut(
+        self._held_out = HeldOutData(
             data.phases,
             data.evaluated,
             recipe.evaluation,
@@ -243,9 +243,11 @@ class LoneTrial:
         )
         write_identity(run, new_identity, recipe)
         # Another run's commit holds no entries of this run's history.
-        number = take_over(run, self._commit if origin is None else None)
+        number = prepare_attempt(run, self._commit if origin is None else None)
         # After a copy of another trial's state, this run's earlier reports no longer describe it.
-        self._past = Past.of(run, _raise_error, self.start.step) if origin is None else Past([], [])
+        self._past = (
+            RunPast.of(run, _raise_error, self.start.step) if origin is None else RunPast([], [])
+        )
         self._reported_step = told
         self._reports = self._train(number)
 
@@ -262,7 +264,7 @@ class LoneTrial:
         """Evaluate the current model without adding to the run's history."""
         step = self.start.step
         losses, seconds = self._trainer.evaluate(self._held_out.of(step))
-        return evaluated(step, losses, seconds).to_metrics()
+        return evaluation_event(step, losses, seconds).to_metrics()
 
     def save(self) -> str:
         """Save the state of the step that was reported last and wait until it is committed.
@@ -278,7 +280,7 @@ class LoneTrial:
             assert self._commit is not None
             return self._commit.folder
         self._manager.save(self._record, Action.SAVE, is_last=True)
-        return self._channel.committed(self._record.step, _SECONDS_TO_SAVE)
+        return self._channel.wait_for_commit(self._record.step, _SECONDS_TO_SAVE)
 
     def close(self) -> None:
         """Stop the run without saving; steps since the last checkpoint are lost."""
@@ -334,7 +336,7 @@ class LoneTrial:
     def _train_steps(self, manager: CheckpointManager) -> Iterator[Report]:
         steps, seconds = self._past.unreported(), 0.0
         for step in self._trainer.train(
-            steps_from(self._phases, self.start, self._kinds),
+            read_steps(self._phases, self.start, self._kinds),
             self.start,
             held_out=self._held_out,
             checkpoints=manager,
@@ -342,11 +344,11 @@ class LoneTrial:
             target=self.recipe.target,
         ):
             self._record = record = step.record
-            steps.append(curve(record))
+            steps.append(step_metrics(record))
             seconds += record.seconds + step.evaluation_seconds
             if step.is_last:
                 # The driver may read the last checkpoint as soon as it receives the last report.
-                self._channel.committed(record.step, _SECONDS_TO_SAVE)
+                self._channel.wait_for_commit(record.step, _SECONDS_TO_SAVE)
             if step.metrics:
                 yield Report(
                     step=record.step,
@@ -364,7 +366,7 @@ class LoneTrial:
         return is_over(step, metrics, steps=recipe.steps_in_all, target=recipe.target)
 
 
-def steps_from(phases: Iterable[Phase], start: Start, kinds: RankKinds = ()) -> Iterator[RankStep]:
+def read_steps(phases: Iterable[Phase], start: Start, kinds: RankKinds = ()) -> Iterator[RankStep]:
     """Read and decode the remaining steps of a run in this process, with all rows of each."""
     for phase in phases:
         stripes = phase.batches.stripes()
@@ -402,11 +404,13 @@ def _find_start(run: Storage, origin: tuple[Storage, str] | None) -> tuple[Stora
     If the named checkpoint of another run no longer exists, that run's newest one is used.
     """
     if origin is None:
-        newest = newest_state(run, None, lambda _: None)
-        matching_commits = [c for c in commits(run.sub("checkpoints")) if c.folder == newest.commit]
+        newest = find_resume_point(run, None, lambda _: None)
+        matching_commits = [
+            c for c in list_commits(run.sub("checkpoints")) if c.folder == newest.commit
+        ]
         return run.sub("checkpoints"), matching_commits[0] if matching_commits else None
     other, folder = origin
-    saved_commits = commits(other.sub("checkpoints"))
+    saved_commits = list_commits(other.sub("checkpoints"))
     # The other trial keeps saving, and may have deleted this checkpoint by now.
     matching_commits = [commit for commit in saved_commits if commit.folder == folder]
     return other.sub("checkpoints"), (matching_commits or saved_commits)[0]
@@ -426,7 +430,7 @@ class GroupTrial:
 
     def __init__(self, recipe: Recipe, name: str, told: int = 0) -> None:
         self._recipe, self._name = recipe, name
-        past = Past.of(Storage(recipe.storage).sub(name)).reports()
+        past = RunPast.of(Storage(recipe.storage).sub(name)).reports()
         # The last report is kept even if the sweep has received it: a run without remaining steps
         # has no other one to return.
         self._past = [r for r in past if r.step > told or self._is_end(r.step, r.metrics)]
@@ -450,7 +454,7 @@ class GroupTrial:
         seconds = 0.0
         while event := self._events.get():
             if isinstance(event, StepRecord):
-                steps.append(curve(event))
+                steps.append(step_metrics(event))
                 seconds += event.seconds
                 self._newest = event
             elif isinstance(event, Evaluated) and self._newest:
@@ -531,7 +535,7 @@ class TrialActor(Trainable):
         self._job = job
         self._trial: RunningTrial | None = None
         self._origin: tuple[Storage, str] | None = None
-        self._copied: Copied | None = None
+        self._copied: StateCopy | None = None
         self._newest: Report | None = None
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -547,7 +551,7 @@ class TrialActor(Trainable):
         except Exception as error:
             # Tune would restart the trial if the error left this method, and a diverged one would
             # diverge again.
-            state, text = failure(error)
+            state, text = classify_error(error)
             latest = self._newest or Report(step=0, samples=0, tokens=0, seconds=0.0, metrics={})
             report = replace(latest, seconds=0.0, metrics={}, steps=(), state=state, text=text)
         self._newest, self._copied = report, None
@@ -597,7 +601,7 @@ class TrialActor(Trainable):
         kinds = kinds_by_node(recipe)([node])
         trial = LoneTrial(recipe, self._run_folder(), self._origin, reported_step, kinds)
         if self._origin:
-            self._copied = Copied(
+            self._copied = StateCopy(
                 source=self._origin[0].url.rpartition("/")[2],
                 step=trial.start.step,
                 values=dict(self.config),

@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from elastrata.recipe.data_sets import in_steps
+from elastrata.recipe.data_sets import resolve_steps
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
-from elastrata.recipe.value_types import replaced_keys, type_below
+from elastrata.recipe.value_types import obsolete_keys, type_below
 from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
 from elastrata.sweeps.space import Value
 from elastrata.tracking.store import tracking_uri
@@ -51,10 +51,10 @@ class BaseRecipe:
             raise UserError(*lines) from None
         if problems := [line for _, line in cross_field_problems(recipe)]:
             raise UserError(*problems)
-        return in_steps(recipe)
+        return resolve_steps(recipe)
 
 
-def at_home(base: BaseRecipe) -> BaseRecipe:
+def with_absolute_paths(base: BaseRecipe) -> BaseRecipe:
     """Return the base recipe with absolute data paths, which processes with another working
     directory need."""
     values = copy.deepcopy(dict(base.values))
@@ -101,7 +101,7 @@ def _set_value(
             tree[_parse_key(tree, part)] = {}
         tree = _get_item(tree, path[position])
     if isinstance(tree, dict):
-        for other in replaced_keys(annotation, tree, {path[-1]: value}):
+        for other in obsolete_keys(annotation, tree, {path[-1]: value}):
             if ".".join((*path[:-1], other)) not in kept:
                 del tree[other]
     tree[_parse_key(tree, path[-1])] = value

@@ -123,7 +123,7 @@ class LiveView:
             self._live.stop()
 
 
-class ShownLive:
+class LiveBlock:
     """Context manager with a live view and lines above it.
 
     Args:

@@ -30,7 +30,7 @@ from elastrata.step.events import (
     Warned,
 )
 from elastrata.step.records import StepRecord
-from elastrata.terminal.console import ShownLive
+from elastrata.terminal.console import LiveBlock
 from elastrata_pipelines.speeds import FULL_SPEED
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _SHOWN_SECONDS = 0.1
 _UNITS = (("G", 10**9), ("M", 10**6), ("k", 10**3))
 
 
-class StageProgress(ShownLive):
+class StageProgress(LiveBlock):
     """Context manager that shows the progress of long work in several stages.
 
     Args:
@@ -79,7 +79,7 @@ class StageProgress(ShownLive):
 
     def __call__(self, stage: str, done: int, total: int, unit: str) -> None:
         """Update the progress of a stage; a new name begins a new stage."""
-        amount = f"{quantity(done)}/{counted(total, unit)}"
+        amount = f"{format_count(done)}/{format_amount(total, unit)}"
         if stage != self._stage:
             self._begin_stage(stage)
         if self._task is not None:
@@ -90,7 +90,7 @@ class StageProgress(ShownLive):
             if self._task is None:
                 seconds = time.monotonic() - self._started_at
                 took = f" in {seconds:.1f} s" if seconds >= _SHOWN_SECONDS else ""
-                self._write(f"{stage}: {counted(done, unit)}{took}")
+                self._write(f"{stage}: {format_amount(done, unit)}{took}")
             self._started_at = time.monotonic()
 
     def _begin_stage(self, stage: str) -> None:
@@ -99,15 +99,15 @@ class StageProgress(ShownLive):
             self._task = self._bars.add_task(stage, amount="")
 
 
-def counted(amount: int, unit: str) -> str:
+def format_amount(amount: int, unit: str) -> str:
     """Format an amount with its unit: `1 tokenizer`, `24.7 MB`."""
     if unit == "bytes":
         size, letter = next(((s, name) for name, s in _UNITS if amount >= s), (1, ""))
         return f"{amount / size:.3g} {letter}B"
-    return f"{quantity(amount)} {unit.removesuffix('s') if amount == 1 else unit}"
+    return f"{format_count(amount)} {unit.removesuffix('s') if amount == 1 else unit}"
 
 
-def quantity(amount: float) -> str:
+def format_count(amount: float) -> str:
     """Format a count with three digits: `1.25M`."""
     for letter, size in _UNITS:
         if amount >= size:
@@ -128,7 +128,7 @@ _BAR_COLUMNS = 20
 _TIERS = {"hot": "kept in memory", "durable": "on storage"}
 
 
-class Progress(ShownLive):
+class Progress(LiveBlock):
     """Context manager that shows a run's events as lines, and its steps in a live view, or as a
     line every few seconds if output is neither a terminal nor a notebook.
 
@@ -219,9 +219,9 @@ class Progress(ShownLive):
             f"{self._indent}step {record.step}/{self._steps}",
             ProgressBar(total=self._steps, completed=record.step, width=_BAR_COLUMNS),
             f"loss {record.loss:.4f}",
-            f"{quantity(record.tokens_per_second)} tokens/s",
+            f"{format_count(record.tokens_per_second)} tokens/s",
             f"ETA {_format_duration(self._eta)}",
-            counted(self._workers, "workers"),
+            format_amount(self._workers, "workers"),
             saved,
         )
         return grid
@@ -233,7 +233,7 @@ class Progress(ShownLive):
             *(f"{name} {loss:.3f}" for name, loss in _top_three(record)),
             f"lr {record.lr:.2e}",
             f"grad {record.gradient_norm:6.3f}",
-            f"{quantity(record.tokens_per_second)} tokens/s",
+            f"{format_count(record.tokens_per_second)} tokens/s",
             f"padding {record.padding:.1%}",
             f"imbalance {record.imbalance:.3f}",
             f"data wait {record.seconds_waiting_for_data / record.seconds:.0%}",

@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.table import Table
 
 from elastrata.sweeps.journal import Standings
-from elastrata.sweeps.plots import headings, html_table, ordered, rows
+from elastrata.sweeps.plots import headings, html_table, rows, sort_trials
 from elastrata.sweeps.space import Domain
-from elastrata.terminal.console import ShownLive
+from elastrata.terminal.console import LiveBlock
 
 _ROWS_OF_OTHERS = 8
 """Terminal rows that the table leaves free."""
 
 
-class SweepProgress(ShownLive):
+class SweepProgress(LiveBlock):
     """Context manager that shows the standings of a sweep.
 
     Args:
@@ -64,7 +64,7 @@ def rich_table(standings: Standings, space: Mapping[str, Domain], most: int) -> 
     for name in headings(standings, space):
         table.add_column(name, justify="right", no_wrap=True)
     best = standings.best()
-    pairs = list(zip(ordered(standings), rows(standings, space), strict=True))
+    pairs = list(zip(sort_trials(standings), rows(standings, space), strict=True))
     for trial, cells in pairs[:most]:
         style = "bold" if trial is best else "dim" if trial.is_over and not trial.counts else ""
         table.add_row(*cells, style=style)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elastrata.step.records import losses_by_set, losses_by_source
-from elastrata_pipelines.storage import write_whole
+from elastrata_pipelines.storage import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,7 +66,7 @@ def loss_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
     # A mean over at least 5 of fewer steps would hide the curve instead of smoothing it.
     if len(steps) >= 20:
         window = max(5, len(steps) // 50)
-        axes.plot(steps, smoothed(losses, window), color=_SMOOTH, linewidth=2,
+        axes.plot(steps, moving_average(losses, window), color=_SMOOTH, linewidth=2,
                   label=f"training, mean of {window} steps")  # fmt: skip
     held_out = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
     if held_out:
@@ -306,7 +306,7 @@ def canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def smoothed(values: npt.NDArray[np.float64], window: int) -> Any:
+def moving_average(values: npt.NDArray[np.float64], window: int) -> Any:
     """Return the mean of the last `window` values at every index, of fewer values at the start."""
     sums = np.cumsum(values)
     # A running mean by differences of cumulative sums, in O(n).
@@ -320,7 +320,7 @@ def save(figure: Figure, path: Path) -> None:
     # Rendered to memory first, so that a failure leaves no partial file.
     stream = io.BytesIO()
     figure.savefig(stream, format=path.suffix[1:])
-    write_whole(path, stream.getvalue())
+    write_atomically(path, stream.getvalue())
 
 
 _MOST_POINTS = 400
@@ -367,13 +367,13 @@ def source_losses(steps: Steps, path: Path) -> None:
         ]
         if points:
             places, losses = zip(*points, strict=True)
-            curve = smoothed(np.array(losses, dtype=float), max(1, len(losses) // 50))
+            curve = moving_average(np.array(losses, dtype=float), max(1, len(losses) // 50))
             axes.plot(places, curve, color=color, linewidth=2, label=f"{name} {curve[-1]:.2f}")
     axes.legend(frameon=False, labelcolor=INK)
     save(figure, path)
 
 
-def held_out_losses(evaluations: Steps, path: Path) -> None:
+def plot_held_out_losses(evaluations: Steps, path: Path) -> None:
     """Draw the held-out loss: overall, by source and on further sets.
 
     Args:

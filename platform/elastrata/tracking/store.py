@@ -25,7 +25,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, without_secrets
+from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, hide_unrecorded_parts
 
 _log = logging.getLogger(__name__)
 _VERSION, _EXPERIMENTS = "alembic_version", "experiments"
@@ -70,7 +70,7 @@ def check_database(path: Path) -> bool:
     raise UserError(f"{path}: half of an MLflow database, without {missing}; {_AGAIN}")
 
 
-def put_database(path: Path) -> None:
+def ensure_database(path: Path) -> None:
     """Create an empty database, unless a complete one exists.
 
     A partial database without records is moved aside. The caller must hold the lock of `alone`.
@@ -208,8 +208,8 @@ def tracking_uri(configured: str | None, storage: Storage) -> str:
     Raises:
         UserError: no URI is configured and the storage is remote, or MLflow does not know the URI.
     """
-    if configured is not None and without_secrets(configured) != configured:
-        raise UserError(f"tracking.uri: {without_secrets(configured)}: {NO_SECRET}")
+    if configured is not None and hide_unrecorded_parts(configured) != configured:
+        raise UserError(f"tracking.uri: {hide_unrecorded_parts(configured)}: {NO_SECRET}")
     if configured is None:
         if not storage.is_local:
             raise UserError(
@@ -227,7 +227,7 @@ def tracking_uri(configured: str | None, storage: Storage) -> str:
     if scheme in ("http", "https", *_DATABASES):
         return configured
     raise UserError(
-        f"tracking.uri: {shown(configured)}: expected sqlite:///FILE, http(s)://HOST:PORT "
+        f"tracking.uri: {redact_uri(configured)}: expected sqlite:///FILE, http(s)://HOST:PORT "
         f"or a database URL ({', '.join(_DATABASES)})"
     )
 
@@ -251,7 +251,7 @@ def check_reachable(uri: str) -> None:
     except UserError as error:
         raise UserError(*(f"tracking.uri: {line}" for line in error.problems)) from None
     except (OSError, sqlite3.Error) as error:
-        raise UserError(f"tracking.uri: {shown(uri)}: cannot be reached ({error})") from error
+        raise UserError(f"tracking.uri: {redact_uri(uri)}: cannot be reached ({error})") from error
 
 
 def _check_sqlite(path: Path) -> None:
@@ -273,15 +273,15 @@ def artifact_location(uri: str) -> str | None:
     return None if path is None else (path.parent / "mlflow-artifacts").as_uri()
 
 
-def shown(uri: str) -> str:
+def redact_uri(uri: str) -> str:
     """Return a URI without user and secrets, for messages."""
     parts = urlsplit(uri)
     if "@" in parts.netloc:
         uri = urlunsplit(parts._replace(netloc=parts.netloc.rsplit("@", 1)[1]))
-    return without_secrets(uri)
+    return hide_unrecorded_parts(uri)
 
 
-def quiet_client(uri: str) -> Any:
+def create_client(uri: str) -> Any:
     """Return MLflow's client for `uri`, without log output, telemetry and long retries.
 
     Raises:
@@ -297,37 +297,41 @@ def quiet_client(uri: str) -> Any:
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
-        with alone(uri), warnings.catch_warnings():
+        with lock_store(uri), warnings.catch_warnings():
             # MLflow uses deprecated features of SQLAlchemy, which a user cannot change.
             warnings.simplefilter("ignore", DeprecationWarning)
             if path := sqlite_path(uri):
-                put_database(path)
+                ensure_database(path)
             return MlflowClient(tracking_uri=uri, registry_uri=uri)
     except UserError as error:
         raise UserError(*(f"tracking.uri: {line}" for line in error.problems)) from None
     except Exception as error:  # a missing database driver, a broken URL, a full disk
-        raise UserError(f"tracking.uri: {shown(uri)}: cannot be used: {_reason(error)}") from error
+        raise UserError(
+            f"tracking.uri: {redact_uri(uri)}: cannot be used: {_reason(error)}"
+        ) from error
 
 
 @contextmanager
-def opened(uri: str) -> Iterator[Any]:
+def open_client(uri: str) -> Iterator[Any]:
     """Open a client of a store for the duration of the block.
 
     Raises:
         UserError: the store cannot be reached or written.
     """
     check_reachable(uri)
-    client = quiet_client(uri)
+    client = create_client(uri)
     try:
         yield client
     except UserError:
         raise
     except Exception as error:  # errors of SQLAlchemy, requests and drivers pass through MLflow
-        raise UserError(f"tracking.uri: {shown(uri)}: cannot be used: {_reason(error)}") from error
+        raise UserError(
+            f"tracking.uri: {redact_uri(uri)}: cannot be used: {_reason(error)}"
+        ) from error
 
 
 @contextmanager
-def alone(uri: str) -> Iterator[None]:
+def lock_store(uri: str) -> Iterator[None]:
     """Hold the lock for creating a SQLite store."""
     path = sqlite_path(uri)
     if path is None:
@@ -349,12 +353,12 @@ def check_store(uri: str) -> None:
     if sqlite_path(uri) is not None:
         return
     try:
-        quiet_client(uri).search_experiments(max_results=1)
+        create_client(uri).search_experiments(max_results=1)
     except UserError:
         raise
     except Exception as error:  # errors of SQLAlchemy, requests and drivers pass through MLflow
         raise UserError(
-            f"tracking.uri: {shown(uri)}: no MLflow answers there ({_reason(error)})"
+            f"tracking.uri: {redact_uri(uri)}: no MLflow answers there ({_reason(error)})"
         ) from error
 
 
@@ -370,14 +374,15 @@ def experiment_of(client: Any, name: str, uri: str) -> str:
     Raises:
         UserError: the experiment is deleted.
     """
-    with alone(uri):
+    with lock_store(uri):
         # Under the lock, or two runs could both create the experiment.
         found = client.get_experiment_by_name(name)
         if found is None:
             return str(client.create_experiment(name, artifact_location=artifact_location(uri)))
     if found.lifecycle_stage != "active":
         raise UserError(
-            f"tracking.experiment: '{name}': deleted in {shown(uri)}; restore it or name another"
+            f"tracking.experiment: '{name}': deleted in {redact_uri(uri)}; restore it or name "
+            "another"
         )
     return str(found.experiment_id)
 

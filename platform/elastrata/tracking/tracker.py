@@ -28,8 +28,8 @@ from elastrata.tracking.models import LoadableModel, Models
 from elastrata.tracking.store import (
     experiment_of,
     find_run,
-    opened,
-    shown,
+    open_client,
+    redact_uri,
     tracking_uri,
 )
 from elastrata_pipelines.errors import UserError
@@ -228,7 +228,7 @@ class Tracker:
         self.run_name = run_name
         self.experiment_id = experiment_id
         self._client = client
-        self._outbox = outbox or Outbox(f"MLflow at {shown(uri)}", _is_hopeless)
+        self._outbox = outbox or Outbox(f"MLflow at {redact_uri(uri)}", _is_hopeless)
         self._last_steps: dict[str, int] | None = None
         self._inputs = inputs
         self._models = Models(client, uri=uri, experiment_id=experiment_id)
@@ -351,7 +351,7 @@ class Tracker:
         if left:
             _log.warning(
                 "MLflow at %s does not answer: run %s lacks %d records and its final status %s",
-                *(shown(self.uri), self.run_id, left - 1, status),
+                *(redact_uri(self.uri), self.run_id, left - 1, status),
             )
 
     def _write_steps(self, records: Sequence[Mapping[str, float]], milliseconds: int) -> None:
@@ -406,7 +406,7 @@ def open_tracker(
         UserError: the store cannot be reached or written, or the experiment is deleted.
     """
     uri = tracking_uri(config.uri, storage)
-    with opened(uri) as client:
+    with open_client(uri) as client:
         experiment_id = experiment_of(client, config.experiment, uri)
         run = find_run(client, run_id)
         folder = run.data.tags.get(RUN_DIR) if run else None
@@ -559,7 +559,7 @@ def record_evaluation(
     """
     if run_id is None:
         return False
-    with opened(tracking_uri(config.uri, storage)) as client:
+    with open_client(tracking_uri(config.uri, storage)) as client:
         run = find_run(client, run_id)
         if run is None or _is_elsewhere(run.data.tags.get(RUN_DIR), run_dir):
             return False
@@ -624,7 +624,7 @@ def register_export(
         UserError: the store cannot be reached or written.
     """
     uri = tracking_uri(config.uri, storage)
-    with opened(uri) as client:
+    with open_client(uri) as client:
         experiment_id = experiment_of(client, config.experiment, uri)
         run = find_run(client, run_id)
         where = run.info.experiment_id if run else experiment_id

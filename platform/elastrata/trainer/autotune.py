@@ -18,30 +18,30 @@ from elastrata.device.capabilities import (
     memory_of_worker,
     peak_memory_bytes,
 )
-from elastrata.parallel.activation_checkpointing import Recomputation, way_at_first
+from elastrata.parallel.activation_checkpointing import Recomputation, initial_recomputation
 from elastrata.parallel.parallelize import GradientSync
 from elastrata.planner.choice import (
     USABLE,
     Choice,
     Choices,
-    Correction,
     JointChoice,
+    MemoryCorrection,
     best_together,
-    budgets,
     group_cluster,
     group_layout,
+    micro_batch_budgets,
     phase_choices,
     policies,
     smallest_together,
 )
 from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.step.events import Chosen, RanOut
-from elastrata.workload.workload import Planned, model_spec
+from elastrata.workload.workload import PlannableWorkload, model_spec
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.phase import Phase
-from elastrata_pipelines.speeds import RankKind, RankKinds, different
+from elastrata_pipelines.speeds import RankKind, RankKinds, distinct_kinds
 
 _ERROR = 1.1
 """Upper bound of the planner's relative error. A setting is refused only if its planned memory
@@ -52,14 +52,14 @@ _DIVIDE = (
 )
 
 
-def what_fits(recipe: Recipe, phases: Sequence[Phase]) -> str:
+def describe_fitting_choices(recipe: Recipe, phases: Sequence[Phase]) -> str:
     """Return an error line that names settings which fit by the plan, for a group that ran out of
     memory. Not collective, because the other ranks are blocked in the step."""
     device = current_device()
     memory = memory_of_worker(device, 1, recipe.workers.memory_gb)
     name = device_name(device) if device.type == "cuda" else "CPU"
     where = f"out of memory: {name}, {memory / _GIB:.1f} GiB"
-    if not isinstance(recipe.workload, Planned):
+    if not isinstance(recipe.workload, PlannableWorkload):
         return f"{where}: a smaller micro_batch_tokens needs less"
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     pairs = zip(recipe.parts, phases, strict=True)
@@ -75,7 +75,7 @@ def what_fits(recipe: Recipe, phases: Sequence[Phase]) -> str:
     return f"{tried}; {_keys(best)} does by the plan ({smaller.bytes(best) / _GIB:.1f} GiB)"
 
 
-def refuse_what_never_fits(
+def check_smallest_fits(
     kinds: Sequence[Choices], memory: Sequence[float], names: Sequence[str]
 ) -> None:
     """Check that each kind of rank can fit its smallest choice, with `_ERROR` as a margin.
@@ -91,27 +91,27 @@ def refuse_what_never_fits(
         if len(choices.all) > 1 and needed > _ERROR * room:
             who = f"a worker on {name}" if len(kinds) > 1 else "a worker"
             lines.append(
-                f"micro_batch_tokens: 'auto': even with {words(smallest)} {who} is to need "
-                f"{needed / _GIB:.2f} GiB, and has {room / _GIB:.2f}; {_DIVIDE}"
+                f"micro_batch_tokens: 'auto': even with {describe_choice(smallest)} {who} is to "
+                f"need {needed / _GIB:.2f} GiB, and has {room / _GIB:.2f}; {_DIVIDE}"
             )
     if lines:
         raise UserError(*lines)
 
 
-def ran_out(choice: Choice, group: str, device: torch.device) -> RanOut:
+def ran_out_event(choice: Choice, group: str, device: torch.device) -> RanOut:
     """Return the event that reports that a choice ran out of memory."""
-    text = f"{device_name(device)}: out of memory with {words(choice)}"
+    text = f"{device_name(device)}: out of memory with {describe_choice(choice)}"
     return RanOut(group=group, choice=asdict(choice), text=text)
 
 
-def without(choices: Choices, one: RanOut) -> Choices:
+def exclude_choice(choices: Choices, one: RanOut) -> Choices:
     """Return the choices that need less than the one that ran out of memory, or all if it is not
     among them."""
     taken = next((choice for choice in choices.all if asdict(choice) == one.choice), None)
     return choices.smaller_than(taken) if taken else choices
 
 
-def words(choice: Choice) -> str:
+def describe_choice(choice: Choice) -> str:
     """Return a choice in words for messages."""
     synced = "" if choice.gradient_sync == "step" else f", gradient_sync {choice.gradient_sync}"
     return (
@@ -128,7 +128,7 @@ def _phase(
     found = phase.batches
     spec = model_spec(recipe.workload, found.manifest.vocabulary, found.manifest.seq_len)
     given = found.tokens_per_micro_batch
-    sizes = sorted({given, *budgets(spec.seq_len, part.batch_size)})
+    sizes = sorted({given, *micro_batch_budgets(spec.seq_len, part.batch_size)})
     layout = group_layout(recipe.parallel, world_size)
     cluster = group_cluster(device, world_size, 1)
     one = phase_choices(recipe, part, spec, sizes, layout, cluster)
@@ -156,7 +156,7 @@ _USUAL = {"gradient_sync": "step"}
 """Default values, which commits leave out."""
 
 
-class KnownChoices:
+class SettledChoices:
     """Choices that earlier groups have settled on, with the bytes that each needs."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class PhaseChoices:
     """The choices of each kind of rank."""
 
 
-class Automatic:
+class ChoiceTuner:
     """One rank's part in its group's choices. All methods are collective unless they say otherwise.
 
     Args:
@@ -238,12 +238,12 @@ class Automatic:
         self._device, self._memory = device, memory
         self._synchronize = synchronize
         self._names, self._kind = names, kind
-        self._known = KnownChoices()
+        self._known = SettledChoices()
         # The largest negated memory is the least of each kind, whose ranks all take the same
         # choice.
         self._least_memory = [-most for (most,) in self._largest([-memory])]
         # One for each kind, as the same choice may need another share of another device.
-        self._corrections = [Correction() for _ in names]
+        self._corrections = [MemoryCorrection() for _ in names]
         self._phase = -1
         self._chosen: JointChoice | None = None
         self._tokens = 0
@@ -255,11 +255,11 @@ class Automatic:
         for part in stream:
             if event := self._prepare(part.step):
                 tell(event)
-            mine = self.as_chosen(part)
+            mine = self.cut_step(part)
             self._tokens = max(len(rows.tokens) for rows in mine.micro_batches)
             yield mine
 
-    def as_chosen(self, part: RankStep) -> RankStep:
+    def cut_step(self, part: RankStep) -> RankStep:
         """Return a step of training or evaluation, cut by the present choice."""
         if self._chosen is None:
             return part
@@ -272,7 +272,7 @@ class Automatic:
             return part
         phase = self._phase  # read before `_is_settled`: `cut` may begin another phase in between
         if self._is_settled and part.step <= self._phases[phase].last_step:
-            return self.as_chosen(part)
+            return self.cut_step(part)
         return None
 
     def figures(self) -> dict[str, Any]:
@@ -305,7 +305,7 @@ class Automatic:
         kinds[number] = kinds[number].smaller_than(choice)
         if smallest_together(kinds) is None:
             return None
-        return ran_out(choice, self._keys(self._phase)[number], self._device)
+        return ran_out_event(choice, self._keys(self._phase)[number], self._device)
 
     def _without(self, one: RanOut, number: int) -> PhaseChoices:
         """Return a phase without the choices that need as much as the one that ran out of
@@ -315,7 +315,8 @@ class Automatic:
         return replace(
             phase,
             kinds=tuple(
-                without(choices, one) if key == one.group else choices for choices, key in pairs
+                exclude_choice(choices, one) if key == one.group else choices
+                for choices, key in pairs
             ),
         )
 
@@ -346,7 +347,7 @@ class Automatic:
             self._apply(known)
             self._is_settled = True
             return self._chosen_event(step, "as before in such a group")
-        refuse_what_never_fits(choices, memory, self._names)
+        check_smallest_fits(choices, memory, self._names)
         planned = best_together(choices, lambda n, one: choices[n].bytes(one) <= USABLE * memory[n])
         for correction in self._corrections:
             correction.begin_phase()
@@ -409,9 +410,9 @@ class Automatic:
 
     def _describe(self, chosen: JointChoice) -> str:
         if len(self._names) == 1:
-            return words(chosen[0])
+            return describe_choice(chosen[0])
         pairs = zip(self._names, chosen, strict=True)
-        return "; ".join(f"{name}: {words(choice)}" for name, choice in pairs)
+        return "; ".join(f"{name}: {describe_choice(choice)}" for name, choice in pairs)
 
     def _keys(self, phase: int) -> list[str]:
         """Return a key for each kind of rank; groups with equal keys can share a choice."""
@@ -440,7 +441,7 @@ def _peak(most: float, memory: float, name: str) -> str:
     return f"{name}: {room}" if name else room
 
 
-def automatic(
+def build_tuner(
     recipe: Recipe,
     phases: Sequence[Phase],
     recompute: Callable[[Recomputation], None],
@@ -451,9 +452,9 @@ def automatic(
     synchronize: Callable[[GradientSync], None] = lambda _: None,
     kinds: RankKinds = (),
     data_rank: int = 0,
-) -> Automatic:
+) -> ChoiceTuner:
     """Return the chooser for a group, with the choices that a recipe leaves open. Collective."""
-    all_kinds = different(kinds)
+    all_kinds = distinct_kinds(kinds)
     number = all_kinds.index(kinds[data_rank]) if kinds else 0
     open_phases = []
     if recipe.is_automatic:
@@ -469,9 +470,9 @@ def automatic(
             )
             for part, phase in zip(recipe.parts, phases, strict=True)
         ]
-    return Automatic(
+    return ChoiceTuner(
         open_phases,
-        way_at_first(recipe.activation_checkpointing),
+        initial_recomputation(recipe.activation_checkpointing),
         recompute,
         device,
         memory_of_worker(device, per_node, recipe.workers.memory_gb),

@@ -1,8 +1,8 @@
 """Pacing: throughput of each rank, detection of slow ranks, and the speeds to deal steps by.
 
-Rank 0 estimates the pace of every rank from noisy step times (`Paces`), decides when other speeds
-would make steps shorter (`SpeedController`), and sends both as events (`Pacing`). It does not
-depend on Ray.
+Rank 0 estimates the pace of every rank from noisy step times (`PaceEstimator`), decides when other
+speeds would make steps shorter (`SpeedController`), and sends both as events (`PaceMonitor`). It
+does not depend on Ray.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from elastrata.step.events import Event, Paced, Slowed
 from elastrata.step.step_message import Effort
 from elastrata_pipelines.payload import RankStep
-from elastrata_pipelines.speeds import Speeds, least_samples, quantized
+from elastrata_pipelines.speeds import Speeds, least_samples, quantize_speeds
 
 Floats = npt.NDArray[np.float64]
 
@@ -41,13 +41,13 @@ PATIENCE = 48
 _SETTLING = 8
 """Steps for which speeds are kept after they took effect."""
 STEPS_BETWEEN_LOOKS = 4
-SLOW, USUAL = 0.8, 0.9
-"""Pace relative to other ranks of the kind: below `SLOW` a rank is reported as slow, above `USUAL`
-as recovered."""
+SLOW_BELOW, RECOVERED_ABOVE = 0.8, 0.9
+"""Pace relative to other ranks of the kind: below `SLOW_BELOW` a rank is reported as slow, above
+`RECOVERED_ABOVE` as recovered."""
 _LEAST_STEPS = 6
 
 
-def certain(num_ranks: int, num_steps: Floats | float) -> Floats:
+def significance_limit(num_ranks: int, num_steps: Floats | float) -> Floats:
     """Return the number of standard errors that exclude chance, given the number of ranks and of
     steps that an estimate uses.
 
@@ -71,7 +71,7 @@ class Estimate:
     """The step since which the rank has this pace."""
 
 
-class Paces:
+class PaceEstimator:
     """Estimates of the paces by medians of the newest steps, which are robust against outliers. If
     a rank's pace changes by more than its noise, its estimate starts again.
 
@@ -112,7 +112,7 @@ class Paces:
         spreads = np.maximum(before[1], _LEAST_SPREAD)
         # Standard error of the difference between the medians of newest and older steps.
         error = _MEDIAN_ERROR_FACTOR * spreads * np.sqrt(1 / RECENT + 1 / np.maximum(before[2], 1))
-        limit = np.maximum(certain(self._num_ranks, before[2]) * error, _LEAST_JUMP)
+        limit = np.maximum(significance_limit(self._num_ranks, before[2]) * error, _LEAST_JUMP)
         jumped = (before[2] >= RECENT) & (np.abs(newest[0] - before[0]) > limit)
         if jumped.any():
             # The older steps belong to another pace. The recursion ends, as a rank needs RECENT
@@ -178,7 +178,7 @@ class SpeedController:
         gain, doubt = _estimate_gain(speeds, paces, estimate)
         if gain <= max(LEAST_GAIN, doubt):
             return None
-        wanted = quantized(paces.tolist())
+        wanted = quantize_speeds(paces.tolist())
         if wanted == tuple(dealt_by):
             return None
         # Steps are dealt ahead, so the new speeds take effect only some steps later.
@@ -216,7 +216,7 @@ def _estimate_gain(speeds: Floats, paces: Floats, estimate: Estimate) -> tuple[f
     errors = np.nan_to_num(estimate.errors)
     error = float(np.sqrt(np.sum((shares * errors) ** 2)))
     steps = float(estimate.num_steps[np.isfinite(estimate.paces)].min())
-    return float(times[slowest] / ideal) - 1, float(certain(len(speeds), steps)) * error
+    return float(times[slowest] / ideal) - 1, float(significance_limit(len(speeds), steps)) * error
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class RankPlace:
     """The kind of device."""
 
 
-class Pacing:
+class PaceMonitor:
     """Evaluation of the times of all ranks every few steps, on rank 0.
 
     Args:
@@ -250,7 +250,7 @@ class Pacing:
     ) -> None:
         self._places, self._tell = places, tell
         self._data_ranks = np.array(data_ranks)
-        self._paces = Paces(len(places))
+        self._paces = PaceEstimator(len(places))
         self._controller = SpeedController(max(data_ranks) + 1) if deals else None
         self._slow: set[int] = set()
 
@@ -267,7 +267,7 @@ class Pacing:
         estimate = self._paces.estimate()
         self._report_slow_ranks(step, estimate)
         if self._controller:
-            groups = slowest_members(estimate, self._data_ranks)
+            groups = estimate_data_ranks(estimate, self._data_ranks)
             speeds = self._controller.decide(step, rank_step.speeds, groups)
             if speeds:
                 paces = tuple(np.nan_to_num(estimate.paces).tolist())
@@ -275,17 +275,17 @@ class Pacing:
 
     def _report_slow_ranks(self, step: int, estimate: Estimate) -> None:
         """Send an event for each rank that has become slow, and for each that has recovered."""
-        doubts = certain(len(self._places), estimate.num_steps) * estimate.errors
+        doubts = significance_limit(len(self._places), estimate.num_steps) * estimate.errors
         for rank, factor in enumerate(self._factors(estimate.paces).tolist()):
             is_known = estimate.num_steps[rank] >= _LEAST_STEPS and np.isfinite(factor)
             if not is_known:
                 continue
             # Two thresholds, so that a rank near one of them is not reported again and again.
-            is_slow = factor < SLOW and -np.log(factor) > doubts[rank]
+            is_slow = factor < SLOW_BELOW and -np.log(factor) > doubts[rank]
             if is_slow and rank not in self._slow:
                 self._slow.add(rank)
                 self._tell(self._slowed_event(step, rank, factor, estimate))
-            elif factor > USUAL and rank in self._slow:
+            elif factor > RECOVERED_ABOVE and rank in self._slow:
                 self._slow.remove(rank)
                 self._tell(self._slowed_event(step, rank, factor, estimate, is_over=True))
 
@@ -316,7 +316,7 @@ class Pacing:
         )
 
 
-def idle_ranks(speeds: Speeds, samples: int) -> Iterator[str]:
+def idle_rank_lines(speeds: Speeds, samples: int) -> Iterator[str]:
     """Yield a line for each data rank that is too slow to get a row of a batch of `samples`."""
     for rank, speed in enumerate(speeds):
         least = least_samples(speeds, rank)
@@ -342,7 +342,7 @@ def medians_of_others(values: Floats) -> Floats:
     return np.asarray((other(last // 2) + other((last + 1) // 2)) / 2)
 
 
-def slowest_members(estimate: Estimate, data_ranks: np.ndarray) -> Estimate:
+def estimate_data_ranks(estimate: Estimate, data_ranks: np.ndarray) -> Estimate:
     """Return the estimate of each data rank: that of its slowest rank.
 
     Args:

@@ -25,12 +25,12 @@ from elastrata.device.kernels import has_kernels, use_kernels
 from elastrata.parallel.activation_checkpointing import (
     RECOMPUTED,
     Recomputation,
+    initial_recomputation,
     recompute,
-    way_at_first,
 )
-from elastrata.parallel.init_weights import Outline, allocate
+from elastrata.parallel.init_weights import DeferredModel, allocate
 from elastrata.parallel.mesh import rank_mesh
-from elastrata.parallel.parallelize import DTYPES, parallelize, sync_at_first
+from elastrata.parallel.parallelize import DTYPES, initial_gradient_sync, parallelize
 from elastrata.recipe.recipe import Recipe
 from elastrata.sparsity.config import TwoFourConfig
 from elastrata.sparsity.layers import layer_shapes, sparse_matrices
@@ -60,16 +60,16 @@ class DividedModel:
     compile: bool = False
     """Whether blocks are compiled."""
     draw: Callable[[], None] = lambda: None
-    """Initialises this rank's parameters at random, if `divided_model` has not."""
+    """Initialises this rank's parameters at random, if `build_divided_model` has not."""
 
     def recompute(self, way: Recomputation) -> None:
         """Set the activation checkpointing of the blocks from now on."""
         for block in self.blocks:
             recompute(block, way, compile=self.compile)
-        self.forward_backward.recomputes(RECOMPUTED[way])
+        self.forward_backward.set_recomputation(RECOMPUTED[way])
 
 
-def divided_model(
+def build_divided_model(
     recipe: Recipe,
     vocabulary: Vocabulary,
     seq_len: int,
@@ -105,7 +105,7 @@ def _sharded(
         workload.blocks(outline.model),
         rank_mesh(device.type, world_size, recipe.parallel.replicate, recipe.parallel.tensor),
         precision=recipe.precision,
-        activation_checkpointing=way_at_first(recipe.activation_checkpointing),
+        activation_checkpointing=initial_recomputation(recipe.activation_checkpointing),
         compile=_compiles(recipe, device),
         parallel=recipe.parallel,
         tensor_parallel=workload.tensor_parallel if isinstance(workload, TensorParallel) else None,
@@ -122,7 +122,7 @@ def _sharded(
         # Sparse phases zero gradients, and micro-batches add theirs up, after the backward passes.
         late=recipe.parallel.gradient_sync != "step" or any(p.sparsity for p in recipe.parts),
     )
-    sync = sync_at_first(recipe.parallel.gradient_sync)
+    sync = initial_gradient_sync(recipe.parallel.gradient_sync)
     forward_backward = WholeModel(model, recipe.workload, sync)
     blocks = recipe.workload.blocks(model)
     # Deferred, because a resumed run overwrites all weights anyway.
@@ -130,7 +130,7 @@ def _sharded(
     return DividedModel(model, forward_backward, clip, blocks, compile=compile, draw=draw)
 
 
-def phase_masks(recipe: Recipe, divided: DividedModel) -> Masks | None:
+def build_masks(recipe: Recipe, divided: DividedModel) -> Masks | None:
     """Return the masks of the recipe's phases over its model, or None if no phase is sparse."""
     phases = [SparsePhase(part.num_steps, part.sparsity) for part in recipe.parts]
     if not any(phase.sparsity for phase in phases):
@@ -147,11 +147,11 @@ def phase_masks(recipe: Recipe, divided: DividedModel) -> Masks | None:
     )
     # Without kernels the masks still hold weights at zero; products are just not faster.
     if _skips_zeros(recipe) and has_kernels(current_device()):
-        use_kernels(divided.model, matrices, masks.is_in_fours)
+        use_kernels(divided.model, matrices, masks.uses_kernels)
     return masks
 
 
-def weight_average(recipe: Recipe, model: nn.Module) -> WeightAverage | None:
+def build_weight_average(recipe: Recipe, model: nn.Module) -> WeightAverage | None:
     """Return the average of this rank's shards, not yet started, or None if the recipe has none."""
     if recipe.average is None:
         return None
@@ -159,12 +159,12 @@ def weight_average(recipe: Recipe, model: nn.Module) -> WeightAverage | None:
     return WeightAverage(recipe.average, training_state(model)[MODEL], sharded)
 
 
-def looked_for(recipe: Recipe, device: torch.device) -> DeviceCapabilities:
+def probe_capabilities(recipe: Recipe, device: torch.device) -> DeviceCapabilities:
     """Return the device's capabilities. 2:4 kernels are only probed if the recipe uses them."""
     return capabilities(device, tries_kernels=_skips_zeros(recipe))
 
 
-def missing_here(recipe: Recipe, here: DeviceCapabilities) -> list[str]:
+def missing_features(recipe: Recipe, here: DeviceCapabilities) -> list[str]:
     """Return a line for each feature that the recipe requests and the device lacks, with its
     substitute."""
     dtype = DTYPES[recipe.precision]
@@ -194,7 +194,7 @@ def _pipelined(
 ) -> DividedModel:
     # Imported here because it loads torch's compiler, which takes seconds.
     from elastrata.pipeline.microbatches import Pipeline
-    from elastrata.pipeline.stages import cut_in_stages
+    from elastrata.pipeline.stages import split_into_stages
 
     workload, parallel = recipe.workload, recipe.parallel
     assert isinstance(workload, PipelineParallel)
@@ -203,13 +203,13 @@ def _pipelined(
     )
     costs = workload.block_costs(vocabulary, seq_len)
     outline = _outline(recipe, vocabulary, seq_len)
-    stages = cut_in_stages(
+    stages = split_into_stages(
         outline.model,
         workload,
         costs,
         mesh,
         precision=recipe.precision,
-        activation_checkpointing=way_at_first(recipe.activation_checkpointing),
+        activation_checkpointing=initial_recomputation(recipe.activation_checkpointing),
         compile=_compiles(recipe, device),
         parallel=parallel,
     )
@@ -223,7 +223,7 @@ def _pipelined(
         parallel,
         dtype=DTYPES[recipe.precision],
         device=device,
-        recomputed=RECOMPUTED[way_at_first(recipe.activation_checkpointing)],
+        recomputed=RECOMPUTED[initial_recomputation(recipe.activation_checkpointing)],
     )
     group = mesh.get_group("pipeline")
     # Parameters shared by stages, such as tied embeddings, count once in the gradient norm.
@@ -245,10 +245,10 @@ def _compiles(recipe: Recipe, device: torch.device) -> bool:
     return recipe.compile and capabilities(device).can_compile
 
 
-def _outline(recipe: Recipe, vocabulary: Vocabulary, seq_len: int) -> Outline:
+def _outline(recipe: Recipe, vocabulary: Vocabulary, seq_len: int) -> DeferredModel:
     def build() -> nn.Module:
         # The model is built once per rank and must be the same on each, so the seed is set here.
         torch.manual_seed(recipe.seed)
         return recipe.workload.build_model(vocabulary, seq_len)
 
-    return Outline(build)
+    return DeferredModel(build)

@@ -98,7 +98,7 @@ class CheckpointManager:
         if request and is_new:
             self._reporter.on_request(request)
             return request.action
-        is_due = self._is_overdue or self._retry.retry_due(time.monotonic())
+        is_due = self._is_overdue or self._retry.is_retry_due(time.monotonic())
         return Action.SAVE if is_due and not self._durable.saving else Action.GO_ON
 
     def save(self, record: StepRecord, action: Action, *, is_last: bool) -> None:
@@ -203,7 +203,7 @@ class CheckpointManager:
 
     def _save_failed(self, line: str) -> None:
         self._reporter.warn(line)
-        self._retry = self._retry.failed(time.monotonic())
+        self._retry = self._retry.after_failure(time.monotonic())
 
     def _committed(self, commit: Commit) -> None:
         self._retry = Backoff()

@@ -8,20 +8,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from elastrata.planner.choice import budgets
-from elastrata.recipe.data_sets import wanted_mixture
+from elastrata.planner.choice import micro_batch_budgets
+from elastrata.recipe.data_sets import requested_mixture
 from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.step.evaluate import EVALUATION_SEED
-from elastrata.trainer.evaluation import FoundSet
+from elastrata.trainer.evaluation import EvaluationSet
 from elastrata.workload.workload import model_spec
 from elastrata_pipelines.batches import Batches, Source
 from elastrata_pipelines.deal import FIXED_TOKENS
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import HELD_OUT, Manifest, file_problems, read_held_out
-from elastrata_pipelines.format.manifest import AGAIN
-from elastrata_pipelines.mixture import UNITS, Leg, MixedOrder, Mixture, evenly, in_units
+from elastrata_pipelines.format.manifest import PREPARE_AGAIN_ADVICE
+from elastrata_pipelines.mixture import (
+    UNITS,
+    Leg,
+    MixedOrder,
+    Mixture,
+    divide_evenly,
+    shares_to_units,
+)
 from elastrata_pipelines.order import Order
-from elastrata_pipelines.phase import Origin, Phase, PhaseSize, one_after_another, positions_after
+from elastrata_pipelines.phase import (
+    Origin,
+    Phase,
+    PhaseSize,
+    compute_positions_after,
+    place_phases,
+)
 from elastrata_pipelines.storage import Storage
 
 
@@ -44,7 +57,9 @@ class PhaseData:
     """Further held-out data sets, by name."""
 
 
-def phase_data(recipe: Recipe, part: PhaseKeys, sets: Mapping[str, FoundSet]) -> PhaseData:
+def find_phase_data(
+    recipe: Recipe, part: PhaseKeys, sets: Mapping[str, EvaluationSet]
+) -> PhaseData:
     """Find and check the data of a phase and the data that it is evaluated on.
 
     Raises:
@@ -131,7 +146,7 @@ def _training_batches(
         steps=part.num_steps, batch_size=part.batch_size, warmup=part.batch_size_warmup
     )
     manifests = [one.manifest for one in found]
-    mixture = wanted_mixture(part.data, manifests, size.samples(size.steps))
+    mixture = requested_mixture(part.data, manifests, size.samples(size.steps))
     order = MixedOrder(mixture=mixture, orders=orders, firsts=(0,) * len(orders))
     return _batches(recipe, cuts, found, order)
 
@@ -145,8 +160,8 @@ def _evaluation_batches(
     orders = tuple(_order(one.manifest, EVALUATION_SEED, one.manifest.stripes) for one in found)
     if not found[0].name:
         return _batches(recipe, cuts, found, orders[0])
-    counts = evenly(recipe.evaluation.samples, [one.manifest.samples for one in found])
-    mixture = Mixture((Leg(shares=in_units(counts)),))
+    counts = divide_evenly(recipe.evaluation.samples, [one.manifest.samples for one in found])
+    mixture = Mixture((Leg(shares=shares_to_units(counts)),))
     order = MixedOrder(mixture=mixture, orders=orders, firsts=(0,) * len(orders))
     return _batches(recipe, cuts, found, order)
 
@@ -197,11 +212,11 @@ def _budgets(part: PhaseKeys, manifests: Sequence[Manifest]) -> tuple[int, ...]:
     """Return the candidate sizes of micro-batches in tokens, ascending."""
     if part.micro_batch_tokens != "auto":
         return (part.micro_batch_tokens,)
-    return budgets(max(map(longest_sample, manifests)), part.batch_size)
+    return micro_batch_budgets(max(map(longest_sample, manifests)), part.batch_size)
 
 
 def _missing_files(storage: Storage, manifest: Manifest) -> list[str]:
-    return [f"{problem}; {AGAIN}" for problem in file_problems(storage, manifest)]
+    return [f"{problem}; {PREPARE_AGAIN_ADVICE}" for problem in file_problems(storage, manifest)]
 
 
 def _size_problems(part: PhaseKeys, place: str, manifest: Manifest) -> list[str]:
@@ -322,7 +337,7 @@ def _duplicate_problems(part: PhaseKeys, manifests: Sequence[Manifest]) -> Itera
 
 def _small_source_problems(part: PhaseKeys, manifests: Sequence[Manifest]) -> Iterator[str]:
     """Yield a line for each source of which a batch would need a sample twice."""
-    mixture = wanted_mixture(part.data, manifests, 1)
+    mixture = requested_mixture(part.data, manifests, 1)
     for number, (manifest, source) in enumerate(zip(manifests, part.data.sources, strict=True)):
         # Shares may change over a phase, so the larger of the first and last one counts.
         share = max(mixture.legs[0].shares[number], mixture.last_shares[number]) / UNITS
@@ -341,7 +356,7 @@ def limit_problems(
     """Return a line for each source that the run would read more often than `max_epochs`
     permits."""
     try:
-        placed = one_after_another(phases, origin)
+        placed = place_phases(phases, origin)
     # one_after_another() cannot place phases whose sources all run out.
     except ValueError:
         return [_exhaustion_problem(recipe, phases)]
@@ -351,7 +366,7 @@ def limit_problems(
     for number, last in enumerate(accumulate(size.steps for size in sizes)):
         # Phases that end before the fork are not run again.
         if any(placed[number].limits) and last > (origin.step if origin else 0):
-            taken = positions_after(last, sizes, data, origin)
+            taken = compute_positions_after(last, sizes, data, origin)
             prefix = f"phases.{number}." if recipe.phases else ""
             lines += [prefix + line for line in _limit_lines(recipe, number, placed[number], taken)]
     return lines

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastrata.parallel.mesh import DataRank
-from elastrata.step.evaluate import EvaluationConfig, evaluation_due, held_out_step
+from elastrata.step.evaluate import EvaluationConfig, evaluation_due, evaluation_step
 from elastrata.step.records import StepRecord
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, file_problems
-from elastrata_pipelines.format.manifest import AGAIN
+from elastrata_pipelines.format.manifest import PREPARE_AGAIN_ADVICE
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.speeds import RankKinds
@@ -19,7 +19,7 @@ from elastrata_pipelines.storage import Storage
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundSet:
+class EvaluationSet:
     """A held-out data set that exists."""
 
     key: str
@@ -28,25 +28,27 @@ class FoundSet:
     manifest: Manifest
 
 
-def found_sets(config: EvaluationConfig) -> tuple[dict[str, FoundSet], list[str]]:
+def find_evaluation_sets(config: EvaluationConfig) -> tuple[dict[str, EvaluationSet], list[str]]:
     """Return the data sets of `sets` that exist, by name, and a line for each problem."""
-    sets, problems = dict[str, FoundSet](), list[str]()
+    sets, problems = dict[str, EvaluationSet](), list[str]()
     for number, one in enumerate(config.sets):
         key, storage = f"evaluation.sets.{number}.path", Storage(one.path)
         try:
             manifest = Manifest.read(storage)
-            lines = [f"{line}; {AGAIN}" for line in file_problems(storage, manifest)]
+            lines = [f"{line}; {PREPARE_AGAIN_ADVICE}" for line in file_problems(storage, manifest)]
             manifest.check_lengths(storage)
         except UserError as error:
             lines = list(error.problems)
         problems += [f"{key}: {line}" for line in lines]
         if not lines:
-            sets[one.name] = FoundSet(key=key, storage=storage, manifest=manifest)
+            sets[one.name] = EvaluationSet(key=key, storage=storage, manifest=manifest)
     return sets, problems
 
 
 def set_problems(
-    sets: Mapping[str, FoundSet], training: Sequence[Manifest], held_out: Sequence[Batches | None]
+    sets: Mapping[str, EvaluationSet],
+    training: Sequence[Manifest],
+    held_out: Sequence[Batches | None],
 ) -> Iterator[str]:
     """Yield a line for each mismatch between the evaluation sets and the training data."""
     if sets and None in held_out:
@@ -58,7 +60,7 @@ def set_problems(
         yield from _mismatch_problems(found, training)
 
 
-def _mismatch_problems(found: FoundSet, training: Sequence[Manifest]) -> Iterator[str]:
+def _mismatch_problems(found: EvaluationSet, training: Sequence[Manifest]) -> Iterator[str]:
     for field, called in (
         ("tokenizer_fingerprint", "the tokenizer"),
         ("seq_len", "seq_len"),
@@ -75,7 +77,7 @@ def _mismatch_problems(found: FoundSet, training: Sequence[Manifest]) -> Iterato
             )
 
 
-class HeldOut:
+class HeldOutData:
     """This rank's part of the held-out data, for all phases that are left.
 
     Args:
@@ -109,7 +111,7 @@ class HeldOut:
         # have to be evaluated.
         self._parts = {
             phase.last_step: {
-                name: held_out_step(
+                name: evaluation_step(
                     batches,
                     samples=config.samples,
                     rank=data.rank,
@@ -134,7 +136,7 @@ class HeldOut:
         )
         return self.of(record.step) if is_due else {}
 
-    def due_at_once(self) -> Mapping[str, RankStep]:
+    def steps_due_at_start(self) -> Mapping[str, RankStep]:
         """Return the data to evaluate on before the run's first step; empty unless weights were
         given."""
         return self.of(0) if self._is_due_at_once else {}

@@ -11,20 +11,25 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elastrata.checkpoints.commit import MARKER, Commit, commits, problems
+from elastrata.checkpoints.commit import MARKER, Commit, file_problems, list_commits
 from elastrata.checkpoints.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
 from elastrata.checkpoints.state import model_sizes, restore, restore_weights
-from elastrata.checkpoints.weights_folder import CONFIG, TOKENIZER, WeightsFolder, weights_folder
-from elastrata.parallel.init_weights import counted_rows, id_tables, sizes
-from elastrata.parallel.sharding import local, own_box
+from elastrata.checkpoints.weights_folder import (
+    CONFIG,
+    TOKENIZER,
+    WeightsFolder,
+    find_weights_folder,
+)
+from elastrata.parallel.init_weights import id_tables, partial_tables, tensor_shapes
+from elastrata.parallel.sharding import local, local_box
 from elastrata.recipe.begin_with import BeginConfig, is_run
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.consistency import chosen_commit
+from elastrata.run.consistency import choose_commit
 from elastrata.run.folder import RUN_FILE, DataSet, Parent, read_identity, read_recipe
 from elastrata.trainer.preflight import TrainingData
 from elastrata.workload.hf_mapping import Counterpart, HasCounterpart
 from elastrata.workload.workload import Workload
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.format.manifest import TOKENIZER_DIR
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
@@ -52,7 +57,7 @@ def find_parent(
     identity = read_identity(run)
     before = identity.parent if identity else None
     # From the first checkpoint on, the run's weights are its own.
-    if before and commits(run.sub("checkpoints")):
+    if before and list_commits(run.sub("checkpoints")):
         return before
     found = _find_weights(begin, recipe, data, warn, before.commit if before else None)
     if before and found.sha256 != before.sha256:
@@ -72,27 +77,27 @@ def _find_weights(
     warn: Callable[[str], None],
     chosen: str | None,
 ) -> Parent:
-    """Find the weights of `begin_with`; `chosen` is the checkpoint or revision that was used
+    """Find the weights of `load_parent`; `chosen` is the checkpoint or revision that was used
     before."""
     try:
         if is_run(begin.place):
-            return run_parent(begin, recipe, data, warn, chosen)
-        folder = weights_folder(begin.place, chosen or begin.revision)
-        return folder_parent(folder, begin, recipe, data, warn)
+            return find_run_parent(begin, recipe, data, warn, chosen)
+        folder = find_weights_folder(begin.place, chosen or begin.revision)
+        return find_folder_parent(folder, begin, recipe, data, warn)
     except UserError as error:
         # Lines that name no key are about the weights.
         lines = (line if line.startswith(_OWN) else f"{_KEY}: {line}" for line in error.problems)
         raise UserError(*lines) from None
 
 
-def run_parent(
+def find_run_parent(
     begin: BeginConfig,
     recipe: Recipe,
     data: TrainingData,
     warn: Callable[[str], None],
     folder: str | None = None,
 ) -> Parent:
-    """Return the checkpoint of `begin_with` as a parent.
+    """Return the checkpoint of `load_parent` as a parent.
 
     Raises:
         UserError: the recipe cannot begin with it; one line for each reason.
@@ -102,9 +107,9 @@ def run_parent(
     if identity is None:
         raise UserError(f"{begin.weights}: no run here ({RUN_FILE} is missing)")
     checkpoints = run.sub("checkpoints")
-    commit = chosen_commit(run, folder or begin.revision or "newest", _KEY)
+    commit = choose_commit(run, folder or begin.revision or "newest", _KEY)
     # All checksums, once: later starts only compare the marker.
-    if damaged := problems(checkpoints, commit):
+    if damaged := file_problems(checkpoints, commit):
         raise UserError(f"{_KEY}: checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     before = read_recipe(run, identity)
     given = _given(run, before, commit, identity.data[0], data, warn)
@@ -144,7 +149,7 @@ def _given(
         architecture=before.workload.architecture(),
         sizes=model_sizes(run.sub("checkpoints"), commit),
         num_ids=(manifest or data.train.manifest).vocabulary.size,
-        tokenizer=data_tokenizer(Storage(data_set.url), manifest) if manifest else None,
+        tokenizer=read_data_tokenizer(Storage(data_set.url), manifest) if manifest else None,
     )
 
 
@@ -170,21 +175,21 @@ def _optimizer_problems(
             f"{ours}: expected false, or optimizer.name {theirs}"
         )
     model = recipe.workload, data.vocabulary, data.seq_len
-    if given.num_ids != data.vocabulary.size or given.sizes != sizes(*model):
+    if given.num_ids != data.vocabulary.size or given.sizes != tensor_shapes(*model):
         yield (
             "begin_with.optimizer: true: the tables of ids have other sizes in "
             f"{given.name}: expected false"
         )
 
 
-def folder_parent(
+def find_folder_parent(
     folder: WeightsFolder,
     begin: BeginConfig,
     recipe: Recipe,
     data: TrainingData,
     warn: Callable[[str], None],
 ) -> Parent:
-    """Return the folder of `begin_with` as a parent.
+    """Return the folder of `load_parent` as a parent.
 
     Raises:
         UserError: the recipe cannot begin with it; one line for each reason.
@@ -194,7 +199,7 @@ def folder_parent(
     architecture, table = _match_model(
         recipe.workload, config, data.vocabulary, folder.storage.uri(CONFIG)
     )
-    ours = sizes(recipe.workload, data.vocabulary, data.seq_len)
+    ours = tensor_shapes(recipe.workload, data.vocabulary, data.seq_len)
     names = table.known_names(tensors, ours)
     left_out = [known for known in names if table.is_left_out(known)]
     counting = {
@@ -218,7 +223,7 @@ def folder_parent(
     if lines := lines or [*_value_problems(folder.weights, names, table, ours, name)]:
         raise UserError(*lines)
     if left_out:
-        warn(f"{_KEY}: {name}: left out, as the model has no such part: {in_short(left_out)}")
+        warn(f"{_KEY}: {name}: left out, as the model has no such part: {abbreviate(left_out)}")
     return _make_parent(folder, begin.place, given.num_ids)
 
 
@@ -276,7 +281,7 @@ def _type_problems(counting: Mapping[str, StoredTensor], name: str) -> Iterator[
         if stored.dtype not in DTYPES:
             by_type.setdefault(stored.dtype, []).append(tensor)
     for dtype, tensors in by_type.items():
-        yield f"{_KEY}: {name}: {in_short(tensors)}: {dtype}, expected {' or '.join(DTYPES)}"
+        yield f"{_KEY}: {name}: {abbreviate(tensors)}: {dtype}, expected {' or '.join(DTYPES)}"
 
 
 def _value_problems(
@@ -300,7 +305,7 @@ def _value_problems(
         if bias in names and bool(_read_whole(weights, names[bias]).any())
     ]
     if lost:
-        yield f"{_KEY}: {name}: {in_short(lost)}: not all zeros: expected workload.bias true"
+        yield f"{_KEY}: {name}: {abbreviate(lost)}: not all zeros: expected workload.bias true"
 
 
 def _read_whole(weights: SafetensorsFolder, name: str) -> Tensor:
@@ -332,7 +337,7 @@ class GivenWeights:
     workload: str
     architecture: Mapping[str, Any]
     """Keys as in `Workload.architecture`."""
-    sizes: Mapping[str, Shape]
+    tensor_shapes: Mapping[str, Shape]
     """Shapes, by the names of `counterpart`."""
     counterpart: Counterpart = field(default_factory=Counterpart)
     """Mapping of the model's parameters to the stored ones; by default they have the same names."""
@@ -341,7 +346,7 @@ class GivenWeights:
     """None if it is unknown."""
 
 
-def data_tokenizer(data: Storage, manifest: Manifest) -> GivenTokenizer:
+def read_data_tokenizer(data: Storage, manifest: Manifest) -> GivenTokenizer:
     """Return the tokenizer that a data set was prepared with."""
     path = f"{TOKENIZER_DIR}/tokenizer.json"
     has_files = any(entry.path == path for entry in manifest.files)
@@ -365,7 +370,7 @@ def fit_problems(
         if ours.get(key) != value and key not in begin.may_differ
     ]
     lines += [
-        f"begin_with.may_differ: {key}: no such key{nearest(key, ours)}"
+        f"begin_with.may_differ: {key}: no such key{suggest_nearest(key, ours)}"
         for key in begin.may_differ
         if key not in ours
     ]
@@ -377,16 +382,16 @@ def fit_problems(
 def _tensor_problems(given: GivenWeights, recipe: Recipe, data: TrainingData) -> Iterator[str]:
     """Yield a line for missing and unexpected tensors, and for shapes that differ."""
     model = recipe.workload, data.vocabulary, data.seq_len
-    ours, table = sizes(*model), given.counterpart
+    ours, table = tensor_shapes(*model), given.counterpart
     expected = {table.origin(name).name: table.origin(name).shape(s) for name, s in ours.items()}
     expected |= {name: given.sizes.get(name, ()) for name in table.zeros(ours)}
     tables = {table.origin(name).name for name in id_tables(*model)}
     missing, extra = expected.keys() - given.sizes.keys(), given.sizes.keys() - expected.keys()
     if missing:
-        hints = nearest(min(missing), extra)
-        yield f"{given.name}: lacks {in_short(missing)}{hints}"
+        hints = suggest_nearest(min(missing), extra)
+        yield f"{given.name}: lacks {abbreviate(missing)}{hints}"
     if extra:
-        yield f"{given.name}: has {in_short(extra)}, which the model has not"
+        yield f"{given.name}: has {abbreviate(extra)}, which the model has not"
     for name in sorted(expected.keys() & given.sizes.keys()):
         # The number of rows of a table of ids may differ: the vocabulary may be extended.
         first = 1 if name in tables else 0
@@ -399,7 +404,7 @@ def _tensor_problems(given: GivenWeights, recipe: Recipe, data: TrainingData) ->
             )
 
 
-def in_short(names: Collection[str]) -> str:
+def abbreviate(names: Collection[str]) -> str:
     """Return the first of some tensors' names, sorted, and the number of the others."""
     more = len(names) - _MAX_NAMES
     also = f" and {more:,} more" if more > 0 else ""
@@ -429,7 +434,7 @@ def _describe_changed_ids(theirs: GivenTokenizer | None, data: Storage, manifest
     be compared."""
     if theirs is None or theirs.fingerprint == manifest.tokenizer_fingerprint:
         return ""
-    ours = data_tokenizer(data, manifest).ids
+    ours = read_data_tokenizer(data, manifest).ids
     # Without both tokenizers' files, different fingerprints count as different ids.
     if theirs.ids is None or ours is None:
         return f"its fingerprint is {manifest.tokenizer_fingerprint}, not {theirs.fingerprint}"
@@ -443,7 +448,7 @@ def _describe_changed_ids(theirs: GivenTokenizer | None, data: Storage, manifest
     return f"{token!r} is {ours.get(token)}, expected {number}{also}"
 
 
-def begin_with(
+def load_parent(
     parent: Parent,
     workload: Workload,
     vocabulary: Vocabulary,
@@ -465,7 +470,7 @@ def begin_with(
         restore(checkpoints, commit, model, optimizer)
     else:
         given = model_sizes(checkpoints, commit)
-        rows = counted_rows(workload, vocabulary, seq_len, given, parent.num_ids)
+        rows = partial_tables(workload, vocabulary, seq_len, given, parent.num_ids)
         restore_weights(checkpoints, commit, model, rows)
     # Checked here, because the first step would otherwise report them as its own.
     _check_finite(model, checkpoints.uri(commit.folder))
@@ -477,13 +482,13 @@ def _read_folder(
 ) -> None:
     """Load this rank's shards from a folder, block by block."""
     assert isinstance(workload, HasCounterpart)
-    weights = weights_folder(parent.url, parent.commit).weights
+    weights = find_weights_folder(parent.url, parent.commit).weights
     table = workload.counterpart(vocabulary)
-    ours = sizes(workload, vocabulary, seq_len)
+    ours = tensor_shapes(workload, vocabulary, seq_len)
     files = table.known_names(weights.tensors, ours)
     tables = id_tables(workload, vocabulary, seq_len)
     for name, parameter in model.named_parameters():
-        origin, shard, (rows, *others) = table.origin(name), local(parameter), own_box(parameter)
+        origin, shard, (rows, *others) = table.origin(name), local(parameter), local_box(parameter)
         if name in tables:  # the rows of later ids stay as they were drawn
             rows = slice(min(rows.start, parent.num_ids), min(rows.stop, parent.num_ids))
             shard = shard[: rows.stop - rows.start]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-from elastrata.recipe.data_sets import in_steps
+from elastrata.recipe.data_sets import resolve_steps
 from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.run.folder import DataSet, ForkOrigin, Mixtures, record_of
 from elastrata.sparsity.config import GivenConfig
@@ -16,15 +16,15 @@ from elastrata.sparsity.layers import layer_shapes
 from elastrata.sparsity.mask_file import read_masks
 from elastrata.step.evaluate import OWN
 from elastrata.tracking.tracker import DataInput
-from elastrata.trainer.data import limit_problems, phase_data
-from elastrata.trainer.evaluation import found_sets, set_problems
+from elastrata.trainer.data import find_phase_data, limit_problems
+from elastrata.trainer.evaluation import find_evaluation_sets, set_problems
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import (
     Manifest,
     Vocabulary,
 )
-from elastrata_pipelines.phase import Origin, Phase, one_after_another
+from elastrata_pipelines.phase import Origin, Phase, place_phases
 from elastrata_pipelines.storage import Storage
 
 
@@ -104,20 +104,20 @@ def _input(url: str, manifest: Manifest, purpose: Literal["training", "evaluatio
     )
 
 
-def training_data(recipe: Recipe, origin: ForkOrigin | None = None) -> TrainingData:
+def find_training_data(recipe: Recipe, origin: ForkOrigin | None = None) -> TrainingData:
     """Find the data sets of a recipe and check that it can train on them.
 
     Raises:
         UserError: one line for each problem.
     """
     # Durations in epochs or tokens become steps, by the data sets that exist.
-    recipe = in_steps(recipe)
-    sets, problems = found_sets(recipe.evaluation)
+    recipe = resolve_steps(recipe)
+    sets, problems = find_evaluation_sets(recipe.evaluation)
     found = []
     for number, part in enumerate(recipe.parts):
         prefix = f"phases.{number}." if recipe.phases else ""
         try:
-            found.append(phase_data(recipe, part, sets))
+            found.append(find_phase_data(recipe, part, sets))
         except UserError as error:
             problems += [f"{prefix}{line}" for line in error.problems]
     manifests = [data.training.manifest for data in found]
@@ -131,7 +131,7 @@ def training_data(recipe: Recipe, origin: ForkOrigin | None = None) -> TrainingD
     if lines := limit_problems(recipe, phases, start):
         raise UserError(*lines)
     return TrainingData(
-        phases=one_after_another(phases, start),
+        phases=place_phases(phases, start),
         held_out=tuple(data.held_out for data in found),
         sets=tuple(data.sets for data in found),
     )
@@ -190,7 +190,7 @@ def check_storage(storage: Storage) -> None:
     """
     probe = f".probe-{uuid.uuid4().hex[:8]}"
     try:
-        with storage.without_leftovers():
+        with storage.removing_empty_folders():
             storage.write(b"probe", probe)
             storage.delete(probe)
     # Each kind of storage raises errors of its own library.

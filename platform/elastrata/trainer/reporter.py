@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from elastrata.checkpoints.commit import Commit
-from elastrata.run.history import HistoryWriter, unwritten
-from elastrata.step.evaluate import evaluated
+from elastrata.run.history import HistoryWriter, unwritten_extra
+from elastrata.step.evaluate import evaluation_event
 from elastrata.step.events import (
     Chosen,
     Committed,
@@ -97,7 +97,7 @@ class Reporter:
         Returns:
             The evaluation's results by metric name.
         """
-        self._evaluated = evaluated(step, losses, seconds)
+        self._evaluated = evaluation_event(step, losses, seconds)
         self._channel.send(self._evaluated)
         metrics = self._evaluated.to_metrics()
         self._add("evaluated", {"step": step, "seconds": seconds, **metrics})
@@ -152,7 +152,7 @@ class Reporter:
     def unwritten(self) -> dict[str, Any]:
         """Return the part of the history that is not yet on storage, as values of a commit, so
         that neither is ahead of the other."""
-        return unwritten(self._history) if self._history else {}
+        return unwritten_extra(self._history) if self._history else {}
 
     def close(self) -> None:
         """Record that this rank has ended, cleanly or not."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastrata.checkpoints.commit import Commit, CommitStorage, commits, newest_verified
-from elastrata.checkpoints.replicas.replicas import newest_replica
+from elastrata.checkpoints.commit import Commit, CommitStorage, find_newest_verified, list_commits
+from elastrata.checkpoints.replicas.replicas import find_newest_replica
 from elastrata.run import history
 from elastrata.run.consistency import contradictions
 from elastrata_pipelines.batches import Start
@@ -33,7 +33,7 @@ def start_after(commit: Commit | None) -> Start:
     return Start(step=commit.step, samples=commit.samples, tokens=commit.tokens)
 
 
-def newest_state(
+def find_resume_point(
     run: Storage, replicas: CommitStorage | None, warn: Callable[[str], None]
 ) -> ResumePoint:
     """Return the state that the next group of workers resumes from.
@@ -53,9 +53,9 @@ def newest_state(
     checkpoints = run.sub("checkpoints")
     lineage = history.read_lineage(run.sub("history"))
     # Searched first, because it decides whether an invalid folder of checkpoints is an error.
-    copy = newest_replica(replicas, lineage.counts) if replicas else None
+    copy = find_newest_replica(replicas, lineage.counts) if replicas else None
     try:
-        saved = commits(checkpoints)
+        saved = list_commits(checkpoints)
     except UserError as error:
         if copy is None:
             raise
@@ -68,7 +68,7 @@ def newest_state(
     # Checkpoints outside the history: a new start would silently discard them.
     if saved and not counting:
         raise UserError(*contradictions(run, saved, lineage))
-    durable = newest_verified(checkpoints, warn, lineage.counts)
+    durable = find_newest_verified(checkpoints, warn, lineage.counts)
     return _resume_at(durable, "durable") if durable else ResumePoint()
 
 

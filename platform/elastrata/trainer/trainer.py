@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from elastrata.checkpoints.commit import FRESH_OPTIMIZER, Commit, CommitStorage
 from elastrata.checkpoints.state import load, part_is_saved, restore, training_state
-from elastrata.device.capabilities import forget_peak, peak_flops, peak_memory_bytes
+from elastrata.device.capabilities import peak_flops, peak_memory_bytes, reset_peak_memory
 from elastrata.optim.optimizer import build_optimizer, set_learning_rate
 from elastrata.parallel.mesh import ALONE, DataRank
 from elastrata.recipe.recipe import Recipe
@@ -32,35 +32,35 @@ from elastrata.run.folder import Parent
 from elastrata.sparsity.masks import Masks
 from elastrata.step.average import AVERAGE, WeightAverage
 from elastrata.step.clip import Clip
-from elastrata.step.compute_time import OwnTime, own_time
+from elastrata.step.compute_time import ComputeTime, build_compute_time
 from elastrata.step.evaluate import evaluate
 from elastrata.step.events import Action, Chosen, RanOut, RanOutError, TrainingError
 from elastrata.step.forward_backward import ForwardBackward
 from elastrata.step.prefetch import Background, BackgroundThread, Prefetch, ReadyStep
 from elastrata.step.records import StepRecord, Stopwatch
-from elastrata.step.step_message import Effort, StepMessage, written
-from elastrata.step.target import TargetConfig, reached
+from elastrata.step.step_message import Effort, StepMessage, encode
+from elastrata.step.target import TargetConfig, is_reached
 from elastrata.step.train_step import (
     StepHooks,
     StepLoss,
     StepResult,
-    nothing,
+    do_nothing,
     reduce_sums,
     total_weights,
     train_step,
 )
-from elastrata.trainer.autotune import Automatic, automatic
-from elastrata.trainer.build_model import divided_model, phase_masks, weight_average
+from elastrata.trainer.autotune import ChoiceTuner, build_tuner
+from elastrata.trainer.build_model import build_divided_model, build_masks, build_weight_average
 from elastrata.trainer.checkpoint_manager import CheckpointManager
-from elastrata.trainer.evaluation import HeldOut
-from elastrata.trainer.initial_weights import begin_with
+from elastrata.trainer.evaluation import HeldOutData
+from elastrata.trainer.initial_weights import load_parent
 from elastrata.trainer.reporter import Reporter
 from elastrata.workload.batch import Batch
 from elastrata.workload.workload import Workload
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.hashing import digest
-from elastrata_pipelines.payload import RankStep, in_turn
+from elastrata_pipelines.payload import RankStep, check_order
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.speeds import RankKinds, Speeds
 
@@ -79,7 +79,7 @@ class LoopHooks:
 
     requested_action: Callable[[], Action] = _go_on
     """Returns the action requested of all ranks, on rank 0; elsewhere `Action.GO_ON`."""
-    before_change: Callable[[], None] = nothing
+    before_change: Callable[[], None] = do_nothing
     """Called before weights, masks or the optimizer's state may change."""
     on_choice: Callable[[Chosen], None] = _ignore
     """Called with the group's choice of keys that the recipe leaves open."""
@@ -130,23 +130,23 @@ class Trainer:
         self._world_size, self._place = world_size, place
         self._vocabulary = phases[0].batches.manifest.vocabulary
         self._seq_len = max(phase.batches.manifest.seq_len for phase in phases)
-        self._divided = divided_model(
+        self._divided = build_divided_model(
             recipe, self._vocabulary, self._seq_len, device, world_size, draws=False
         )
         self.model = self._divided.model
         self.optimizer = build_optimizer(
             recipe.optimizer, self.model, recipe.workload.blocks(self.model)
         )
-        self._masks = phase_masks(recipe, self._divided)
-        self._average = weight_average(recipe, self.model)
-        self._chooser = automatic(
+        self._masks = build_masks(recipe, self._divided)
+        self._average = build_weight_average(recipe, self.model)
+        self._chooser = build_tuner(
             recipe,
             phases,
             self._divided.recompute,
             device,
             world_size=world_size,
             per_node=per_node,
-            synchronize=self._divided.forward_backward.synchronizes,
+            synchronize=self._divided.forward_backward.set_gradient_sync,
             kinds=kinds,
             data_rank=place.rank,
         )
@@ -161,7 +161,7 @@ class Trainer:
         self._divided.draw()
         if parent:
             model = self._recipe.workload, self._vocabulary, self._seq_len
-            begin_with(parent, *model, self.model, self.optimizer)
+            load_parent(parent, *model, self.model, self.optimizer)
         if self._average:
             self._average.begin()
 
@@ -199,7 +199,7 @@ class Trainer:
         stream: Iterable[RankStep],
         start: Start,
         *,
-        held_out: HeldOut,
+        held_out: HeldOutData,
         checkpoints: CheckpointManager,
         reporter: Reporter,
         target: TargetConfig | None,
@@ -220,7 +220,7 @@ class Trainer:
             MisdealtError: the stream has steps of other ranks, or not the remaining steps.
         """
         # A run that began with given weights is evaluated before its first step, as step 0.
-        if at_once := held_out.due_at_once():
+        if at_once := held_out.steps_due_at_start():
             reporter.on_evaluation(0, *self.evaluate(at_once))
         hooks = LoopHooks(
             requested_action=checkpoints.requested_action,
@@ -238,7 +238,7 @@ class Trainer:
                     losses, seconds = self.evaluate(due)
                     metrics = dict(reporter.on_evaluation(record.step, losses, seconds))
                     # Rank 0 decides, so that all ranks stop at the same step.
-                    if target and agreed(reached(target, metrics)):
+                    if target and broadcast_value(is_reached(target, metrics)):
                         reporter.on_target(record, target.metric, metrics[target.metric])
                         is_last = True
                 # After the evaluation, which the commit carries, and before the yield, as the
@@ -267,7 +267,7 @@ class Trainer:
             MisdealtError: the stream has steps of other ranks, or not the remaining steps.
         """
         recipe = self._recipe
-        loop = training_loop(
+        loop = build_loop(
             recipe,
             self._divided.clip,
             self._vocabulary,
@@ -282,7 +282,7 @@ class Trainer:
         run = loop.run(
             self._divided.forward_backward,
             self.optimizer,
-            in_turn(stream, place.rank, place.dp_size, done=start.step, last=last),
+            check_order(stream, place.rank, place.dp_size, done=start.step, last=last),
             start,
             hooks,
             chooser=self._chooser,
@@ -309,7 +309,7 @@ class Trainer:
         return evaluate(
             self._divided.forward_backward,
             self._recipe.workload,
-            self._chooser.as_chosen(held_out).micro_batches,
+            self._chooser.cut_step(held_out).micro_batches,
             self._vocabulary,
             self._device,
             is_primary=self._place.is_primary,
@@ -328,7 +328,7 @@ class Trainer:
         """Return a context in which the model has the weights to evaluate."""
         config = self._recipe.average
         is_average = self._average and config and config.evaluated
-        return self._average.in_place() if self._average and is_average else nullcontext()
+        return self._average.swap_in() if self._average and is_average else nullcontext()
 
     @contextmanager
     def _convert_out_of_memory(self) -> Iterator[None]:
@@ -341,14 +341,14 @@ class Trainer:
             raise
 
 
-def agreed(value: Any) -> Any:
+def broadcast_value(value: Any) -> Any:
     """Return rank 0's value on every rank. Collective."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
-def deal_marks(speeds: Speeds) -> dict[str, float]:
+def deal_checksums(speeds: Speeds) -> dict[str, float]:
     """Return this rank's values for `check_same_deal`, which are summed over all primary ranks."""
     return {"hands": 1, "dealt_by": _checksum(speeds)}
 
@@ -409,7 +409,7 @@ class Loop:
         start: Start,
         hooks: LoopHooks | None = None,
         *,
-        chooser: Automatic | None = None,
+        chooser: ChoiceTuner | None = None,
     ) -> Generator[tuple[StepRecord, Action]]:
         """Train on every step of `stream` and yield its record with the action after it. Only the
         seconds and memory of a record differ between ranks.
@@ -430,23 +430,23 @@ class Loop:
         prepare = partial(self._prepare_step, forward_backward)
         background = self.background(self.device)
         # Own times are only compared between ranks, so a single rank needs no hooks in its blocks.
-        timer = own_time(self.device, self.blocks if self.world_size > 1 else ())
+        timer = build_compute_time(self.device, self.blocks if self.world_size > 1 else ())
         samples, tokens = start.samples, start.tokens
         next_sums: Mapping[str, float] | None = None
         foreseen = chooser.foreseen if chooser else _same_step
         with closing(timer), Prefetch(stream, prepare, foreseen, background) as steps:
             # The peak of the build would hide that of the steps.
-            forget_peak(self.device)
+            reset_peak_memory(self.device)
             stopwatch, dealt_by = Stopwatch(), Speeds()
             # A chooser asks for a step when the one before is finished and measured.
             for rank_step in chooser.cut(steps, hooks.on_choice) if chooser else steps:
-                stopwatch.passed("seconds_waiting_for_data")
+                stopwatch.end_phase("seconds_waiting_for_data")
                 ready, action = steps.ready(rank_step), hooks.requested_action()
                 # The sums of this step came with the losses of the step before, if it was ready by
                 # then. That saves an all-reduce and a wait for the GPU.
                 batch = next_sums or reduce_sums(ready.sums, is_primary=self.is_primary)
                 check_same_deal(batch, rank_step.speeds)
-                stopwatch.passed("seconds_collating")
+                stopwatch.end_phase("seconds_collating")
                 # Masks that begin with this step change weights, and a copy of them may be in
                 # progress.
                 if self.step_hooks.changes_before(rank_step.step):
@@ -498,11 +498,11 @@ class Loop:
                 stopwatch, dealt_by = Stopwatch(), rank_step.speeds
 
     def _write_message(
-        self, action: Action, timer: OwnTime, work: int, steps: Prefetch, names: Sequence[str]
+        self, action: Action, timer: ComputeTime, work: int, steps: Prefetch, names: Sequence[str]
     ) -> Tensor:
         """Return this rank's message to the others, which travels with the losses."""
         ready = steps.next_ready
-        return written(
+        return encode(
             action,
             timer.effort(work),
             ready.sums if ready else None,
@@ -536,7 +536,7 @@ class Loop:
             "positions": sum(batch.num_positions for batch in batches),
             "flops": self.workload.flops(segments, weights, self.vocabulary),
             **{_SOURCE + name: n for name, n in rank_step.rows.source_tokens.items()},
-            **deal_marks(rank_step.speeds),
+            **deal_checksums(rank_step.speeds),
             "digest_upper": upper,
             "digest_lower": lower,
         }
@@ -553,7 +553,7 @@ class Loop:
     def _time_fields(self, stopwatch: Stopwatch, flops: float) -> dict[str, Any]:
         # Copied before `rest` is added, which belongs to the total only.
         phases = dict(stopwatch.seconds)
-        stopwatch.passed("rest")
+        stopwatch.end_phase("rest")
         seconds, peak = sum(stopwatch.seconds.values()), peak_flops(self.device)
         mfu = flops / (seconds * peak * self.world_size) if peak else None
         return {"seconds": seconds, "mfu": mfu, **phases}
@@ -621,7 +621,7 @@ def _batch_fields(batch: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def training_loop(
+def build_loop(
     recipe: Recipe,
     clip: Clip,
     vocabulary: Vocabulary,

@@ -35,7 +35,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Padded:
+class PaddedTokens:
     """N samples of up to L tokens."""
 
     tokens: Tensor
@@ -49,7 +49,7 @@ class Padded:
         return torch.arange(self.tokens.shape[1])[None, :] < self.lengths[:, None]
 
 
-def padded(rows: Rows, pad_id: int) -> Padded:
+def pad(rows: Rows, pad_id: int) -> PaddedTokens:
     """Return samples padded to the longest one.
 
     Args:
@@ -63,4 +63,4 @@ def padded(rows: Rows, pad_id: int) -> Padded:
     lengths[: len(rows)] = rows.lengths
     tokens = np.full((count, longest), pad_id, dtype=np.int64)
     tokens[np.arange(longest)[None, :] < lengths[:, None]] = rows.tokens
-    return Padded(tokens=torch.from_numpy(tokens), lengths=torch.from_numpy(lengths))
+    return PaddedTokens(tokens=torch.from_numpy(tokens), lengths=torch.from_numpy(lengths))

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 
 _STEM = "model"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,7 +51,7 @@ def weight_form(dtype: str, shard_size: str) -> WeightForm:
     """
     problems = []
     if dtype not in _DTYPES:
-        known = f"expected {', '.join(_DTYPES)}{nearest(dtype, _DTYPES)}"
+        known = f"expected {', '.join(_DTYPES)}{suggest_nearest(dtype, _DTYPES)}"
         problems.append(f"--dtype: {dtype}: {known}")
     match = _SIZE.fullmatch(shard_size)
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0

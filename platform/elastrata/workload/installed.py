@@ -28,7 +28,7 @@ def expand_segments() -> None:
 ENTRY_POINTS = "elastrata.workloads"
 
 
-def installed_workloads(wanted: str | None = None) -> Mapping[str, EntryPoint]:
+def find_workloads(wanted: str | None = None) -> Mapping[str, EntryPoint]:
     """Return the entry points of all workloads, by name."""
     if wanted is not None and wanted not in _entry_points():
         # The lookup takes 25 ms, hence the cache; `wanted` may have been installed since.

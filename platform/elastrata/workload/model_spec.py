@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from elastrata_pipelines.deal import WorkModel, pairs_within
+from elastrata_pipelines.deal import WorkModel, count_pairs_within
 
 _FORWARD = 2
 _FORWARD_AND_BACKWARD = 6
@@ -191,7 +191,7 @@ class ModelSpec:
 
     def _window_attention(self, length: int) -> int:
         """Return the products in the attention of a windowed block for one sample."""
-        pairs = int(pairs_within(np.array(length), self.window or 0))
+        pairs = int(count_pairs_within(np.array(length), self.window or 0))
         return 2 * self.hidden * pairs
 
     def _block_attention(self, length: int) -> int:

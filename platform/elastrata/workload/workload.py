@@ -2,7 +2,7 @@
 
 A workload is a section of the recipe (its hyperparameters) with the methods that implement it.
 Interfaces of single layouts and of the planner are separate classes: `TensorParallel`,
-`PipelineParallel`, `Planned`. Workloads are found through the entry-point group
+`PipelineParallel`, `PlannableWorkload`. Workloads are found through the entry-point group
 `elastrata.workloads`.
 """
 
@@ -24,10 +24,10 @@ from elastrata.config import Config
 from elastrata.device.capabilities import DeviceCapabilities
 from elastrata.workload.batch import Batch
 from elastrata.workload.hf_folder import AS_TRAINED, WeightForm
-from elastrata.workload.installed import installed_workloads
+from elastrata.workload.installed import find_workloads
 from elastrata.workload.model_spec import ModelSpec
 from elastrata_pipelines.deal import WorkModel
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError, suggest_nearest
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
 
@@ -64,7 +64,7 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportedAs:
+class TransformersNames:
     """Names under which transformers loads an exported model."""
 
     loader: str = "AutoModel"
@@ -89,9 +89,9 @@ class Workload(Config):
         return workload_class(name)
 
     @property
-    def exported_as(self) -> ExportedAs:
+    def exported_as(self) -> TransformersNames:
         """Names under which transformers loads exports; by default a model without a head."""
-        return ExportedAs()
+        return TransformersNames()
 
     def architecture(self) -> dict[str, Any]:
         """Return the keys that define the meaning of weights, with their values.
@@ -131,7 +131,7 @@ class Workload(Config):
         """Build a plain, unsharded model on the current device, initialised by torch's current
         generator.
 
-        Buffers must not depend on the random values of parameters (`Outline`).
+        Buffers must not depend on the random values of parameters (`DeferredModel`).
         """
 
     @abstractmethod
@@ -258,7 +258,7 @@ class PipelineParallel(Workload):
         """
 
     @abstractmethod
-    def equally_long(self, batches: Sequence[Batch], multiple: int) -> list[Batch]:
+    def pad_to_one_length(self, batches: Sequence[Batch], multiple: int) -> list[Batch]:
         """Return the micro-batches padded to one number of positions, a multiple of `multiple`.
 
         No sum and no gradient may change.
@@ -270,7 +270,7 @@ class PipelineParallel(Workload):
         positions."""
 
 
-class Planned(Workload):
+class PlannableWorkload(Workload):
     """A workload of transformers with equal blocks, whose memory and time can be planned.
 
     The deal, MFU and the stages of a pipeline follow from the same numbers. It must be the first
@@ -320,9 +320,9 @@ def model_spec(workload: Workload, vocabulary: Vocabulary, seq_len: int) -> Mode
     """Return the numbers from which `elastrata plan` computes memory and time.
 
     Raises:
-        UserError: the workload is not `Planned`.
+        UserError: the workload is not `PlannableWorkload`.
     """
-    if not isinstance(workload, Planned):
+    if not isinstance(workload, PlannableWorkload):
         raise UserError(f"workload.name: {workload.name}: such models cannot be planned")
     return workload.model_spec(vocabulary, seq_len)
 
@@ -350,10 +350,10 @@ def workload_class(name: str) -> type[Workload]:
     Raises:
         UserError: no installed workload has that name.
     """
-    installed = installed_workloads(name)
+    installed = find_workloads(name)
     if name not in installed:
         raise UserError(
-            f"workload.name: '{name}': no such workload{nearest(name, installed)}; "
+            f"workload.name: '{name}': no such workload{suggest_nearest(name, installed)}; "
             f"installed: {', '.join(sorted(installed)) or 'none'}"
         )
     # Only the chosen workload is imported.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from elastrata.device.capabilities import DeviceCapabilities
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.build_model import missing_here
+from elastrata.trainer.build_model import missing_features
 from elastrata_workloads.bert import Bert
 from elastrata_workloads.unpadded import attention as attention_module
 from elastrata_workloads.unpadded.attention import attention
@@ -75,7 +75,7 @@ def test_blocks_that_are_not_compiled_are_told(kernel, device, precision, told) 
     values["workload"]["attention"] = kernel
     for way in ("none", "selective", "full"):
         recipe = Recipe.model_validate({**values, "activation_checkpointing": way})
-        lines = [line for line in missing_here(recipe, device) if line.startswith("compile")]
+        lines = [line for line in missing_features(recipe, device) if line.startswith("compile")]
         assert len(lines) == (told and way == "selective")
 
 

@@ -49,7 +49,7 @@ def test_micro_batches_are_filled_up_to_one_length(pairs, make_bert, make_rows, 
         bert.collate(make_rows(lengths, pairs=pairs), vocabulary, 0)
         for lengths in ((30, 21), (9,), ())
     ]
-    filled = bert.equally_long(parts, 8)
+    filled = bert.pad_to_one_length(parts, 8)
     assert {batch.num_positions for batch in filled} == {56}
     for part, batch in zip(parts, filled, strict=True):
         assert batch.weights == part.weights

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from elastrata.planner.activations import block_activations
 from elastrata.planner.layout import Layout
-from elastrata.planner.stack import elastrata
+from elastrata.planner.stack import engine_stack
 from support.live_bytes import LiveBytes
 
 
@@ -52,7 +52,7 @@ def test_normalised_queries_keep_what_the_planner_counts(make_gpt, make_rows, vo
             hidden = model.blocks[0](hidden, batch.segments, batch.positions, None)
         kept.append(live.peak)
         spec, layout = gpt.model_spec(vocabulary, 64), Layout(micro_batch=2)
-        planned.append(block_activations(spec, elastrata("fp32", "fp32"), layout))
+        planned.append(block_activations(spec, engine_stack("fp32", "fp32"), layout))
     assert planned[1] - planned[0] == 128 * 4 * (32 + 32)
     of_heads = 128 * 8 * 2 * 4  # mean and deviation of each: few beside heads of 64 and more
     assert kept[1] - kept[0] == pytest.approx(planned[1] - planned[0] + of_heads, rel=0.05)

@@ -40,7 +40,7 @@ def test_micro_batches_are_filled_up_to_one_length(make_gpt, make_rows, vocabula
     gpt = make_gpt()
     model = gpt.build_model(vocabulary, 64)
     parts = [gpt.collate(make_rows(lengths), vocabulary, 0) for lengths in ((30, 21), (9,), ())]
-    filled = gpt.equally_long(parts, 8)
+    filled = gpt.pad_to_one_length(parts, 8)
     assert {batch.num_positions for batch in filled} == {56}
     assert {len(batch.input_ids) for batch in filled} == {56}
     for part, batch in zip(parts, filled, strict=True):

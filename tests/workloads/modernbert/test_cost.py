@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elastrata_pipelines.deal import pairs_within
+from elastrata_pipelines.deal import count_pairs_within
 
 
 @pytest.mark.parametrize("window", [0, 1, 4, 64])
@@ -13,14 +13,14 @@ def test_pairs_are_those_that_are_counted(window: int) -> None:
     lengths = np.array([0, 1, 2, window, window + 1, window + 2, 100])
     places = [np.arange(length) for length in lengths]
     counted = [int((abs(p[:, None] - p) <= window).sum()) for p in places]
-    assert pairs_within(lengths, window).tolist() == counted
+    assert count_pairs_within(lengths, window).tolist() == counted
 
 
 def test_flops_are_those_of_the_matrices_and_of_the_pairs(make_modernbert, vocabulary) -> None:
     workload, lengths = make_modernbert(intermediate_size=48), [70, 9, 3]
     h, layers, ids = 32, 4, vocabulary.size
     matrices = layers * (4 * h * h + 3 * h * 48)
-    pairs = sum(int(pairs_within(np.array(length), 4)) for length in lengths)
+    pairs = sum(int(count_pairs_within(np.array(length), 4)) for length in lengths)
     squares = sum(length**2 for length in lengths)
     products = matrices * sum(lengths) + 2 * h * (2 * squares + 2 * pairs) + 20 * h * (h + ids)
     assert workload.flops(lengths, {"mlm": 20.0}, vocabulary) == 6 * products

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
-from elastrata_workloads.modernbert.hf import counterpart, from_config, to_config, unsupported
+from elastrata_workloads.modernbert.hf import counterpart, find_unsupported, from_config, to_config
 from elastrata_workloads.modernbert.model import ModernBertModel
 
 MIXED = (70, 70, 41, 25, 24, 9, 9, 5, 4, 1)
@@ -113,7 +113,7 @@ def test_initialisation_is_that_of_transformers_in_distribution(
 def test_configurations_go_both_ways(make_modernbert, vocabulary) -> None:
     workload = make_modernbert(global_every=2, global_rotary_base=1e4)
     config = ModernBertConfig(**to_config(workload.shape(vocabulary)))
-    assert unsupported(config) == []
+    assert find_unsupported(config) == []
     settings = from_config(config)
     assert type(workload)(**settings).architecture() == workload.architecture()
     published = ModernBertConfig()
@@ -137,7 +137,7 @@ def test_configurations_go_both_ways(make_modernbert, vocabulary) -> None:
     ],
 )
 def test_what_our_model_lacks_is_named(values, lacking) -> None:
-    assert unsupported(ModernBertConfig(**values)) == lacking
+    assert find_unsupported(ModernBertConfig(**values)) == lacking
 
 
 def test_an_empty_batch_gives_zero_sums_and_zero_gradients(

@@ -11,7 +11,7 @@ import torch
 import elastrata_workloads.modernbert
 from elastrata.recipe.file import load_recipe
 from elastrata_pipelines.format import Vocabulary
-from elastrata_pipelines.groups import samples_in
+from elastrata_pipelines.groups import count_samples
 
 RECIPES = sorted((Path(elastrata_workloads.modernbert.__file__).parent / "recipes").glob("*.yaml"))
 BILLION = 10**9
@@ -46,7 +46,7 @@ def test_stages_have_the_published_tokens(name: str, billions: list[int]) -> Non
     parts = load_recipe(f"modernbert/{name}").parts
     tokens = [
         part.data.prepare.seq_len
-        * samples_in(part.steps, full=part.batch_size, warmup=part.batch_size_warmup)
+        * count_samples(part.steps, full=part.batch_size, warmup=part.batch_size_warmup)
         for part in parts
     ]
     assert tokens == pytest.approx([count * BILLION for count in billions], rel=1e-3)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elastrata_workloads.unpadded import loss as logits_module
-from elastrata_workloads.unpadded.loss import cross_entropy, of_ids
+from elastrata_workloads.unpadded.loss import cross_entropy, mask_logits_without_ids
 from support.live_bytes import LiveBytes
 from support.logits_ranks import Found, divided_cross_entropy
 from support.ranks import run_fresh_ranks
@@ -60,7 +60,7 @@ def _whole(logits: Tensor, targets: Tensor, *, squares: bool) -> Found:
     leaf = logits.clone().requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logits_module, "_AT_ONCE_ON_CPU", 3 * ROWS)
-        given = of_ids(leaf * 1, NUM_IDS)
+        given = mask_logits_without_ids(leaf * 1, NUM_IDS)
         sums = cross_entropy(given, targets, with_squares=squares)
         loss = 2 * sums.total + (0.0 if sums.squares is None else sums.squares / 3)
         loss.backward(retain_graph=True)
@@ -79,7 +79,9 @@ def test_nothing_is_held_beside_the_logits_but_a_portion(monkeypatch: pytest.Mon
     table = torch.randn(rows, 8, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(rows - 10, (predictions,))
     with LiveBytes() as live:
-        total = cross_entropy(of_ids(F.linear(hidden, table), rows - 10), targets).total
+        total = cross_entropy(
+            mask_logits_without_ids(F.linear(hidden, table), rows - 10), targets
+        ).total
         total.backward()
     logits = predictions * rows * 2
     assert logits < live.peak < logits + 1.5 * 4 * at_once + 64 * predictions
@@ -104,11 +106,11 @@ def test_what_is_not_finite_is_seen_by_all_ranks() -> None:
 
 def test_rows_that_are_no_ids_are_left_out() -> None:
     logits = _case(3)[0]
-    ids = of_ids(logits, NUM_IDS)
+    ids = mask_logits_without_ids(logits, NUM_IDS)
     assert torch.equal(ids[:, :NUM_IDS], logits[:, :NUM_IDS])
     assert (ids[:, NUM_IDS:] == -math.inf).all()
-    assert of_ids(logits, ROWS) is logits
-    assert of_ids(logits.bfloat16(), NUM_IDS).dtype == torch.bfloat16
+    assert mask_logits_without_ids(logits, ROWS) is logits
+    assert mask_logits_without_ids(logits.bfloat16(), NUM_IDS).dtype == torch.bfloat16
 
 
 def test_right_answers_of_whole_logits() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from elastrata_workloads.unpadded.attention import rotated
+from elastrata_workloads.unpadded.attention import rotate
 
 
 def _product(query: torch.Tensor, key: torch.Tensor, places: tuple[int, int]) -> torch.Tensor:
     turned = [
-        rotated(x[None, None], torch.tensor([place]), 10_000.0)
+        rotate(x[None, None], torch.tensor([place]), 10_000.0)
         for x, place in zip((query, key), places, strict=True)
     ]
     return (turned[0] * turned[1]).sum()
@@ -26,8 +26,8 @@ def test_scores_depend_on_the_distance_alone() -> None:
 def test_bf16_tells_neighbouring_positions_apart() -> None:
     """Angles are fp32: as bf16 numbers, positions 2000 and 2001 would be the same."""
     heads = torch.randn(1, 1, 64).expand(2, 1, 64).to(torch.bfloat16)
-    low = rotated(heads, torch.tensor([2000, 2001]), 10_000.0)
-    exact = rotated(heads.float(), torch.tensor([2000, 2001]), 10_000.0)
+    low = rotate(heads, torch.tensor([2000, 2001]), 10_000.0)
+    exact = rotate(heads.float(), torch.tensor([2000, 2001]), 10_000.0)
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low.float(), exact, rtol=2**-8, atol=1e-6)
     assert not torch.equal(low[0], low[1])

@@ -35,7 +35,7 @@ def from_config(config: Any) -> dict[str, Any]:
     }
 
 
-def unsupported(config: Any) -> list[str]:
+def find_unsupported(config: Any) -> list[str]:
     """Return the parts of a BertConfig that our model lacks; empty if it has all."""
     missing_by_part = {
         f"hidden_act {config.hidden_act}": config.hidden_act != "gelu",

@@ -20,7 +20,7 @@ from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded.attention import SelfAttention
 from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.dropout import HiddenDropout, layer_keys
-from elastrata_workloads.unpadded.loss import of_ids
+from elastrata_workloads.unpadded.loss import mask_logits_without_ids
 
 
 class BertModel(nn.Module):
@@ -37,7 +37,7 @@ class BertModel(nn.Module):
         """Return the logits of the predicted tokens, and of next-sentence prediction or None.
 
         Returns:
-            Shapes [P, V], see `of_ids`, and [N, 2].
+            Shapes [P, V], see `mask_logits_without_ids`, and [N, 2].
         """
         return logits(self, self.bert(batch), batch)
 
@@ -60,7 +60,7 @@ def logits(model: Any, hidden: Tensor, batch: BertBatch) -> tuple[Tensor, Tensor
     """Return the logits of `BertModel.forward` from the last hidden states."""
     words = model.bert.embeddings.word_embeddings.weight
     rows = model.cls.predictions(hidden.index_select(0, batch.predicted), words)
-    logits = of_ids(rows, model.shape.num_ids)
+    logits = mask_logits_without_ids(rows, model.shape.num_ids)
     if model.bert.pooler is None or model.cls.seq_relationship is None:
         return logits, None
     if batch.sample_starts is None:

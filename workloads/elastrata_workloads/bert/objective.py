@@ -13,8 +13,8 @@ from elastrata.workload.workload import Loss, Metric
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.unpadded.batch import UnpaddedBatch
-from elastrata_workloads.unpadded.loss import cross_entropy, prediction_loss, terms_of
-from elastrata_workloads.unpadded.masked_lm import Ints, MaskingRule, masked
+from elastrata_workloads.unpadded.loss import cross_entropy, loss_terms, prediction_loss
+from elastrata_workloads.unpadded.masked_lm import Ints, MaskingRule, mask_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class Objective:
         Raises:
             ValueError: the vocabulary has no mask token, or next-sentence prediction has no pairs.
         """
-        terms = terms_of("mlm", self.z_loss)
-        batch = masked(rows, vocabulary, seed, self.masking, dropout=self.dropout, terms=terms)
+        terms = loss_terms("mlm", self.z_loss)
+        batch = mask_rows(rows, vocabulary, seed, self.masking, dropout=self.dropout, terms=terms)
         weights = batch.weights
         if self.next_sentence:
             # `nsp` counts samples, not predicted tokens.

@@ -23,15 +23,15 @@ from elastrata_workloads.bert.objective import BertBatch
 from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded.dropout import layer_keys
 from elastrata_workloads.unpadded.tensor_parallel import (
-    OwnKeys,
+    LocalDropoutKeys,
     Replicated,
-    between,
-    divide,
     embedding_style,
     heads_norm_style,
     hidden_layout,
     norm_style,
-    tied_head_style,
+    redistribute_style,
+    shard_model,
+    style_of_tied_head,
 )
 
 _BLOCK = "bert.encoder.layer.*"
@@ -131,7 +131,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> No
     """
     shape = _bert(model).shape
     plan = _plan(shape, mesh.size(), sequence=sequence)
-    divide(model, blocks(model), mesh, plan, sequence=sequence)
+    shard_model(model, blocks(model), mesh, plan, sequence=sequence)
 
 
 def _plan(shape: BertShape, size: int, *, sequence: bool) -> dict[str, ParallelStyle]:
@@ -152,7 +152,7 @@ def _plan(shape: BertShape, size: int, *, sequence: bool) -> dict[str, ParallelS
         f"{_BLOCK}.intermediate.dense": ColwiseParallel(input_layouts=layout),
         f"{_BLOCK}.output.dense": RowwiseParallel(output_layouts=layout),
         f"{_BLOCK}.output.LayerNorm": norm_style(sequence),
-        "cls.predictions": tied_head_style(shape.num_embeddings, size),
+        "cls.predictions": style_of_tied_head(shape.num_embeddings, size),
     }
     if shape.next_sentence:
         plan["bert.pooler"] = Replicated()
@@ -162,10 +162,12 @@ def _plan(shape: BertShape, size: int, *, sequence: bool) -> dict[str, ParallelS
         plan[f"{_BLOCK}.attention.self.key_norm"] = heads_norm_style()
     # Between embeddings and the last block's output each rank holds a shard of the tokens.
     if sequence:
-        plan["bert.embeddings"] = between(Replicate(), Shard(0))
-        plan[f"{_BLOCK}.attention.output.dropout"] = OwnKeys()
-        plan[f"{_BLOCK}.output.dropout"] = OwnKeys()
-        plan[f"bert.encoder.layer.{shape.num_layers - 1}"] = between(Shard(0), Replicate())
+        plan["bert.embeddings"] = redistribute_style(Replicate(), Shard(0))
+        plan[f"{_BLOCK}.attention.output.dropout"] = LocalDropoutKeys()
+        plan[f"{_BLOCK}.output.dropout"] = LocalDropoutKeys()
+        plan[f"bert.encoder.layer.{shape.num_layers - 1}"] = redistribute_style(
+            Shard(0), Replicate()
+        )
     return plan
 
 

@@ -14,7 +14,7 @@ from elastrata.workload.batch import Batch
 from elastrata.workload.hf_folder import AS_TRAINED, WeightForm
 from elastrata.workload.hf_mapping import Counterpart
 from elastrata.workload.model_spec import ModelSpec
-from elastrata.workload.workload import ExportedAs, Loss
+from elastrata.workload.workload import Loss, TransformersNames
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
@@ -73,7 +73,7 @@ class Bert(MaskedTransformer):
         """
         if config.model_type != "bert":
             return None
-        if missing_parts := hf.unsupported(config):
+        if missing_parts := hf.find_unsupported(config):
             raise UserError(f"workload bert has no {', '.join(missing_parts)}")
         return hf.from_config(config)
 
@@ -151,10 +151,10 @@ class Bert(MaskedTransformer):
         return [*super().metrics(), *next_sentence]
 
     @property
-    def exported_as(self) -> ExportedAs:
+    def exported_as(self) -> TransformersNames:
         """The names by which transformers loads an export, with one head or both."""
         loader = "BertForPreTraining" if self.next_sentence else "AutoModelForMaskedLM"
-        return ExportedAs(loader=loader, task="fill-mask")
+        return TransformersNames(loader=loader, task="fill-mask")
 
     def export(
         self,

@@ -14,7 +14,7 @@ from elastrata.workload.hf_mapping import Counterpart, Origin
 from elastrata_pipelines.errors import UserError
 from elastrata_workloads.gpt.shape import GptShape
 from elastrata_workloads.unpadded import hf
-from elastrata_workloads.unpadded.hf import IdRows, in_blocks, of_parameters
+from elastrata_workloads.unpadded.hf import IdRows, parameter_origins, repeat_in_blocks
 
 _GPT2_TOKENS, _GPT2_HEAD = "transformer.wte.weight", "lm_head.weight"
 _GPT2_QKV = ("query", "key", "value")
@@ -113,9 +113,9 @@ class Gpt2:
         if not shape.tied_embeddings:
             origins["head.weight"] = Origin(name=_GPT2_HEAD)
         modules = {"norm": Origin(name="transformer.ln_f")}
-        modules |= in_blocks(shape.num_layers, "blocks", "transformer.h", _gpt2_block())
+        modules |= repeat_in_blocks(shape.num_layers, "blocks", "transformer.h", _gpt2_block())
         return Counterpart(
-            origins=origins | of_parameters(modules),
+            origins=origins | parameter_origins(modules),
             tied={_GPT2_HEAD: _GPT2_TOKENS} if shape.tied_embeddings else {},
             fills_with_zeros=True,
             prefix="transformer.",
@@ -239,10 +239,10 @@ class Llama:
         if shape.tied_embeddings:
             del outside["head"]
         block = {name: Origin(name=theirs) for name, theirs in {**_LLAMA_BLOCK, **more}.items()}
-        modules = outside | in_blocks(shape.num_layers, "blocks", "model.layers", block)
+        modules = outside | repeat_in_blocks(shape.num_layers, "blocks", "model.layers", block)
         tied = {"lm_head.weight": "model.embed_tokens.weight"}
         return Counterpart(
-            origins=of_parameters(modules),
+            origins=parameter_origins(modules),
             tied=tied if shape.tied_embeddings else {},
             prefix="model.",
             # A constant that older versions of transformers saved as a buffer.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from elastrata_pipelines.rows import Rows, SampleRng
-from elastrata_workloads.unpadded.batch import UnpaddedBatch, filler, unpadded
+from elastrata_workloads.unpadded.batch import UnpaddedBatch, filler_batch, unpad
 
 _DROPOUT = 1
 
@@ -21,12 +21,12 @@ def collate(
     not predict the first one of the next.
     """
     if not len(rows):
-        return filler(rows, pad_id=pad_id, dropout=dropout, terms=terms)
+        return filler_batch(rows, pad_id=pad_id, dropout=dropout, terms=terms)
     tokens = rows.tokens.astype(np.int64)
     # The last token of a segment has no target.
     lasts = rows.segment_starts + rows.segment_lengths - 1
     predicted = np.delete(np.arange(len(tokens)), lasts)
-    return unpadded(
+    return unpad(
         rows,
         tokens=tokens,
         predicted=predicted,

@@ -13,7 +13,7 @@ from typing_extensions import override
 from elastrata.workload.hf_folder import AS_TRAINED, WeightForm
 from elastrata.workload.hf_mapping import Counterpart
 from elastrata.workload.model_spec import ModelSpec
-from elastrata.workload.workload import ExportedAs
+from elastrata.workload.workload import TransformersNames
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
@@ -21,7 +21,7 @@ from elastrata_workloads.gpt.hf import FAMILIES, family_of
 from elastrata_workloads.gpt.objective import collate
 from elastrata_workloads.gpt.shape import Activation, GptShape, Positions
 from elastrata_workloads.unpadded.batch import UnpaddedBatch
-from elastrata_workloads.unpadded.loss import terms_of
+from elastrata_workloads.unpadded.loss import loss_terms
 from elastrata_workloads.unpadded.shapes import Norm
 from elastrata_workloads.unpadded.workload import (
     Heads,
@@ -179,15 +179,15 @@ class Gpt(UnpaddedTransformer):
 
         The dropout masks depend only on seed, epoch and sample.
         """
-        terms = terms_of(self.predicts, self.z_loss)
+        terms = loss_terms(self.predicts, self.z_loss)
         return collate(
             rows, pad_id=vocabulary.pad_id, seed=seed, dropout=self.dropout > 0, terms=terms
         )
 
     @property
-    def exported_as(self) -> ExportedAs:
+    def exported_as(self) -> TransformersNames:
         """The names by which transformers loads an export: as a causal language model."""
-        return ExportedAs(loader="AutoModelForCausalLM", task="text-generation")
+        return TransformersNames(loader="AutoModelForCausalLM", task="text-generation")
 
     def export(
         self,

@@ -12,7 +12,7 @@ from elastrata.workload.hf_folder import WeightForm
 from elastrata.workload.hf_mapping import Counterpart, Origin
 from elastrata_workloads.modernbert.shape import ModernBertShape
 from elastrata_workloads.unpadded import hf
-from elastrata_workloads.unpadded.hf import IdRows, in_blocks, of_parameters
+from elastrata_workloads.unpadded.hf import IdRows, parameter_origins, repeat_in_blocks
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _TOKENS = "model.embeddings.tok_embeddings"
@@ -77,7 +77,7 @@ def from_config(config: Any) -> dict[str, Any]:
     }
 
 
-def unsupported(config: Any) -> list[str]:
+def find_unsupported(config: Any) -> list[str]:
     """Return the parts of a ModernBertConfig that our model lacks; empty if it has all."""
     types, bases = config.layer_types, config.rope_parameters
     missing_by_part = {
@@ -106,9 +106,9 @@ def counterpart(shape: ModernBertShape) -> Counterpart:
     ModernBERT stores query, key and value as one matrix, and the feed-forward's `gate` and `up` as
     another.
     """
-    modules = _OUTSIDE | in_blocks(shape.num_layers, "blocks", "model.layers", _BLOCK)
+    modules = _OUTSIDE | repeat_in_blocks(shape.num_layers, "blocks", "model.layers", _BLOCK)
     return Counterpart(
-        origins=of_parameters(modules) | {"head.bias": Origin(name="decoder.bias")},
+        origins=parameter_origins(modules) | {"head.bias": Origin(name="decoder.bias")},
         tied={"decoder.weight": f"{_TOKENS}.weight"},
         prefix="model.",
         unused=(r"model\.rotary_emb\..*",),

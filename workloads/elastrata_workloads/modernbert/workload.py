@@ -13,15 +13,15 @@ from typing_extensions import override
 from elastrata.workload.hf_folder import AS_TRAINED, WeightForm
 from elastrata.workload.hf_mapping import Counterpart
 from elastrata.workload.model_spec import ModelSpec
-from elastrata.workload.workload import ExportedAs
+from elastrata.workload.workload import TransformersNames
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.modernbert import hf
 from elastrata_workloads.modernbert.shape import ModernBertShape
 from elastrata_workloads.unpadded.batch import UnpaddedBatch
-from elastrata_workloads.unpadded.loss import terms_of
-from elastrata_workloads.unpadded.masked_lm import MaskedTransformer, masked
+from elastrata_workloads.unpadded.loss import loss_terms
+from elastrata_workloads.unpadded.masked_lm import MaskedTransformer, mask_rows
 from elastrata_workloads.unpadded.workload import Layers, Small, Width, check_head_is_even
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ModernBert(MaskedTransformer):
         """
         if config.model_type != "modernbert":
             return None
-        if missing_parts := hf.unsupported(config):
+        if missing_parts := hf.find_unsupported(config):
             raise UserError(f"workload modernbert has no {', '.join(missing_parts)}")
         return hf.from_config(config)
 
@@ -106,20 +106,20 @@ class ModernBert(MaskedTransformer):
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> UnpaddedBatch:
         """Return a masked micro-batch; the masks depend only on seed, epoch and sample."""
-        return masked(
+        return mask_rows(
             rows,
             vocabulary,
             seed,
             self.masking,
             dropout=self.attention_dropout > 0,
-            terms=terms_of(self.predicts, self.z_loss),
+            terms=loss_terms(self.predicts, self.z_loss),
         )
 
     @property
     @override
-    def exported_as(self) -> ExportedAs:
+    def exported_as(self) -> TransformersNames:
         """The names by which transformers loads an export."""
-        return ExportedAs(loader="AutoModelForMaskedLM", task="fill-mask")
+        return TransformersNames(loader="AutoModelForMaskedLM", task="fill-mask")
 
     def export(
         self,

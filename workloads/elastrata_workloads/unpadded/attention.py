@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.shapes import AttentionShape, Kernel, has_varlen, shares_heads
-from elastrata_workloads.unpadded.windows import by_runs, compiled_by_runs, sees_all
+from elastrata_workloads.unpadded.windows import attend_by_runs, attend_by_runs_compiled, sees_all
 
 
-def rotated(heads: Tensor, positions: Tensor, base: float) -> Tensor:
+def rotate(heads: Tensor, positions: Tensor, base: float) -> Tensor:
     """Rotate every head by angles that grow with the position (Su et al. 2021, arXiv 2104.09864).
 
     Feature i of the first half of a head and feature i of the second half form a pair, which is
@@ -115,17 +115,17 @@ def _dense(
         # Outside of compiled graphs, which would be recompiled for every list of lengths.
         form: Any = _outside_of_graphs
         return cast(Tensor, form(query, key, value, segments.lengths, causal, window))
-    # With windows, the custom operator is faster than `by_runs` in eager mode, too: by a quarter,
-    # forward and backward.
+    # With windows, the custom operator is faster than `attend_by_runs` in eager mode, too: by a
+    # quarter, forward and backward.
     if not torch.compiler.is_compiling() and sees_all(max(segments.lengths), window):
-        return by_runs(query, key, value, segments.lengths, causal, window)
+        return attend_by_runs(query, key, value, segments.lengths, causal, window)
     if query.shape[1] != key.shape[1]:
         key, value = (_for_each_head(query, shared) for shared in (key, value))
-    out: Tensor = compiled_by_runs(query, key, value, segments.offsets, causal, window)[0]
+    out: Tensor = attend_by_runs_compiled(query, key, value, segments.offsets, causal, window)[0]
     return out
 
 
-_outside_of_graphs = torch.compiler.disable(by_runs)  # type: ignore[no-untyped-call]
+_outside_of_graphs = torch.compiler.disable(attend_by_runs)  # type: ignore[no-untyped-call]
 
 
 def _for_each_head(query: Tensor, shared: Tensor) -> Tensor:
@@ -162,8 +162,8 @@ class SelfAttention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.shape.rotary_base is not None and positions is not None:
-            query = rotated(query, positions, self.shape.rotary_base)
-            key = rotated(key, positions, self.shape.rotary_base)
+            query = rotate(query, positions, self.shape.rotary_base)
+            key = rotate(key, positions, self.shape.rotary_base)
         attended = attention(
             query,
             key,

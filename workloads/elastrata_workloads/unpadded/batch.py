@@ -99,7 +99,7 @@ class UnpaddedBatch(Batch):
         return Segments(self.offsets, self.segment_lengths, longest=1 << (longest - 1).bit_length())
 
 
-def unpadded(
+def unpad(
     rows: Rows,
     *,
     tokens: npt.NDArray[np.int64],
@@ -137,7 +137,7 @@ def unpadded(
     )
 
 
-def filler(rows: Rows, *, pad_id: int, dropout: bool, terms: Sequence[str]) -> UnpaddedBatch:
+def filler_batch(rows: Rows, *, pad_id: int, dropout: bool, terms: Sequence[str]) -> UnpaddedBatch:
     """Return the micro-batch without samples."""
     zeros = torch.zeros(FILLER_TOKENS, dtype=torch.int64)
     return UnpaddedBatch(
@@ -156,7 +156,7 @@ def filler(rows: Rows, *, pad_id: int, dropout: bool, terms: Sequence[str]) -> U
     )
 
 
-def equally_long(batches: Sequence[Batch], multiple: int) -> list[Batch]:
+def fill_to_equal_length(batches: Sequence[Batch], multiple: int) -> list[Batch]:
     """Fill all micro-batches up to the longest one's token count, rounded up to `multiple`.
 
     Raises:

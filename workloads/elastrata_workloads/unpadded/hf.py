@@ -15,7 +15,7 @@ from elastrata.workload.hf_folder import WeightForm, write_weights
 from elastrata.workload.hf_mapping import Origin
 
 
-def in_blocks(
+def repeat_in_blocks(
     num_layers: int, ours: str, theirs: str, modules: Mapping[str, Origin]
 ) -> dict[str, Origin]:
     """Return the origins of all blocks' modules from those of a single block."""
@@ -26,7 +26,7 @@ def in_blocks(
     }
 
 
-def of_parameters(modules: Mapping[str, Origin]) -> dict[str, Origin]:
+def parameter_origins(modules: Mapping[str, Origin]) -> dict[str, Origin]:
     """Return the origins of every module's weight and bias; a bias is never transposed."""
     return {
         f"{name}.{part}": replace(

@@ -21,7 +21,7 @@ from elastrata.workload.workload import Loss, Metric
 from elastrata_workloads.unpadded.batch import UnpaddedBatch, source_losses
 
 
-def terms_of(term: str, z_loss: float) -> tuple[str, ...]:
+def loss_terms(term: str, z_loss: float) -> tuple[str, ...]:
     """Return the names of the loss terms in which every prediction counts."""
     return (term, "z") if z_loss else (term,)
 
@@ -41,7 +41,7 @@ def prediction_loss(term: str, logits: Tensor, batch: UnpaddedBatch, z_loss: flo
 _AT_ONCE_ON_CPU = 2**20
 
 
-def of_ids(logits: Tensor, num_ids: int) -> Tensor:
+def mask_logits_without_ids(logits: Tensor, num_ids: int) -> Tensor:
     """Set the logits of table rows without an id to -inf, in place if possible."""
     if not isinstance(logits, DTensor):
         return _mask_columns(logits, num_ids)

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows, SampleRng
-from elastrata_workloads.unpadded.batch import UnpaddedBatch, filler, unpadded
+from elastrata_workloads.unpadded.batch import UnpaddedBatch, filler_batch, unpad
 from elastrata_workloads.unpadded.workload import UnpaddedTransformer
 
 Ints = npt.NDArray[np.int64]
@@ -62,7 +62,9 @@ def tables(vocabulary: Vocabulary) -> Tables:
     return Tables(maskable, continues, np.flatnonzero(maskable))
 
 
-def choose(rows: Rows, starts: Ints, table: Tables, rule: MaskingRule, rng: SampleRng) -> Ints:
+def choose_masked_tokens(
+    rows: Rows, starts: Ints, table: Tables, rule: MaskingRule, rng: SampleRng
+) -> Ints:
     """Return the indices of the tokens to predict, ascending, into the T tokens of `rows`.
 
     As in Devlin et al. 2019, each sample has round(probability x maskable tokens) of them, and at
@@ -94,7 +96,9 @@ def choose(rows: Rows, starts: Ints, table: Tables, rule: MaskingRule, rng: Samp
     return _choose_words(candidates, samples, firsts, scores[candidates[firsts]], targets, cap)
 
 
-def replace(tokens: Ints, predicted: Ints, mask_id: int, table: Tables, rng: SampleRng) -> None:
+def replace_masked_tokens(
+    tokens: Ints, predicted: Ints, mask_id: int, table: Tables, rng: SampleRng
+) -> None:
     """Replace predicted tokens in place: 80% by the mask, 10% by a random token, 10% unchanged."""
     draws = rng.hashes(_REPLACEMENT)[predicted]
     shares = (draws >> np.uint64(32)).astype(np.float64) * 2.0**-32
@@ -157,7 +161,7 @@ def _choose_words(
 _DROPOUT = 3
 
 
-def masked(
+def mask_rows(
     rows: Rows,
     vocabulary: Vocabulary,
     seed: int,
@@ -174,14 +178,14 @@ def masked(
     if vocabulary.mask_id is None:
         raise ValueError("the vocabulary has no mask token")
     if not len(rows):
-        return filler(rows, pad_id=vocabulary.pad_id, dropout=dropout, terms=terms)
+        return filler_batch(rows, pad_id=vocabulary.pad_id, dropout=dropout, terms=terms)
     rng, table = SampleRng(seed, rows), tables(vocabulary)
-    predicted = choose(rows, rows.segment_starts, table, rule, rng)
+    predicted = choose_masked_tokens(rows, rows.segment_starts, table, rule, rng)
     # A copy: `replace` changes it in place, and the data set's arrays are shared.
     tokens = rows.tokens.astype(np.int64)
     targets = tokens[predicted]
-    replace(tokens, predicted, vocabulary.mask_id, table, rng)
-    return unpadded(
+    replace_masked_tokens(tokens, predicted, vocabulary.mask_id, table, rng)
+    return unpad(
         rows,
         tokens=tokens,
         predicted=predicted,
@@ -191,7 +195,7 @@ def masked(
     )
 
 
-def unmaskable(name: str, manifest: Manifest) -> list[str]:
+def masking_problems(name: str, manifest: Manifest) -> list[str]:
     """Return one line per reason why a data set's tokens cannot be masked."""
     vocabulary, lines = manifest.vocabulary, []
     if vocabulary.mask_id is None:
@@ -227,4 +231,4 @@ class MaskedTransformer(UnpaddedTransformer):
     @override
     def problems(self, manifest: Manifest) -> list[str]:
         """Return one line per reason why the model cannot train on this data set."""
-        return [*unmaskable(self.name, manifest), *self.too_long(manifest)]
+        return [*masking_problems(self.name, manifest), *self.too_long(manifest)]

@@ -47,7 +47,9 @@ def shares_heads(varlen_attn: Callable[..., object]) -> bool:
     return "enable_gqa" in signature(varlen_attn).parameters
 
 
-def substitution(kernel: Kernel, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
+def kernel_substitutions(
+    kernel: Kernel, capabilities: DeviceCapabilities, dtype: torch.dtype
+) -> list[str]:
     """Return one line if `workload.attention` requests a kernel that is unavailable."""
     if kernel != "varlen" or has_varlen(capabilities.capability, dtype):
         return []

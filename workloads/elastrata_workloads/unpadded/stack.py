@@ -21,18 +21,18 @@ from torch.distributed.tensor.parallel import (
 
 from elastrata_workloads.unpadded.batch import UnpaddedBatch
 from elastrata_workloads.unpadded.dropout import HiddenDropout, layer_keys
-from elastrata_workloads.unpadded.loss import of_ids
+from elastrata_workloads.unpadded.loss import mask_logits_without_ids
 from elastrata_workloads.unpadded.shapes import NormShape
 from elastrata_workloads.unpadded.tensor_parallel import (
-    OwnKeys,
+    LocalDropoutKeys,
     Replicated,
-    between,
     embedding_style,
     head_style,
     heads_norm_style,
     hidden_layout,
     norm_style,
-    tied_head_style,
+    redistribute_style,
+    style_of_tied_head,
 )
 
 
@@ -86,7 +86,8 @@ class Stack(nn.Module):
         self.num_ids, self.is_tied = num_ids, is_tied
 
     def forward(self, batch: UnpaddedBatch) -> Tensor:
-        """Return the logits of the predicted tokens, shape [P, V]; see `of_ids`."""
+        """Return the logits of the predicted tokens, shape [P, V], as `mask_logits_without_ids`
+        leaves them."""
         hidden = self.embeddings(batch.input_ids, batch.positions, batch.dropout_keys)
         segments = batch.segments
         for index, block in enumerate(self.blocks):
@@ -147,10 +148,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     """
     if isinstance(model, StackStage):
         return list(model.blocks.values())
-    return list(whole(model).blocks)
+    return list(as_stack(model).blocks)
 
 
-def whole(model: nn.Module) -> Stack:
+def as_stack(model: nn.Module) -> Stack:
     """Return the model, checked to be a `Stack`.
 
     Raises:
@@ -166,10 +167,10 @@ def _logits(model: Any, hidden: Tensor, batch: UnpaddedBatch) -> Tensor:
     # Norm and head run only on predicted tokens: a small part of them with masked tokens.
     hidden = model.norm(hidden.index_select(0, batch.predicted))
     table = [model.embeddings.tokens.weight] if model.is_tied else []
-    return of_ids(model.head(hidden, *table), model.num_ids)
+    return mask_logits_without_ids(model.head(hidden, *table), model.num_ids)
 
 
-def plan(model: Stack, size: int, *, sequence: bool) -> dict[str, ParallelStyle]:
+def tensor_parallel_plan(model: Stack, size: int, *, sequence: bool) -> dict[str, ParallelStyle]:
     """Return the parallel style of every module, which shards heads, feed-forwards and vocabulary.
 
     As in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053; sequence parallelism: Korthikanti et
@@ -183,12 +184,12 @@ def plan(model: Stack, size: int, *, sequence: bool) -> dict[str, ParallelStyle]
         "embeddings.norm": Replicated(),
         **{f"blocks.*.{name}": style for name, style in _block_styles(layout, sequence).items()},
         "norm": Replicated(),
-        "head": (tied_head_style if model.is_tied else head_style)(num_rows, size),
+        "head": (style_of_tied_head if model.is_tied else head_style)(num_rows, size),
     }
     if sequence:
         # Between embeddings and the last block's output each rank holds a shard of the tokens.
-        styles["embeddings"] = between(Replicate(), Shard(0))
-        styles[f"blocks.{len(model.blocks) - 1}"] = between(Shard(0), Replicate())
+        styles["embeddings"] = redistribute_style(Replicate(), Shard(0))
+        styles[f"blocks.{len(model.blocks) - 1}"] = redistribute_style(Shard(0), Replicate())
     # The plan names all modules that any model can have; torch warns about missing ones.
     return {name: style for name, style in styles.items() if name.replace("*", "0") in names}
 
@@ -215,5 +216,8 @@ def _block_styles(layout: Placement, sequence: bool) -> dict[str, ParallelStyle]
         "feed_forward.down": RowwiseParallel(output_layouts=layout),
     }
     if sequence:
-        styles |= {"attention_dropout": OwnKeys(), "feed_forward_dropout": OwnKeys()}
+        styles |= {
+            "attention_dropout": LocalDropoutKeys(),
+            "feed_forward_dropout": LocalDropoutKeys(),
+        }
     return styles

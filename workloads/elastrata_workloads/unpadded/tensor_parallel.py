@@ -40,7 +40,7 @@ _ROWS = 0
 
 # torch's `RowwiseParallel` computes the gradient of the whole table on every rank; this style
 # computes only the gradient of the rank's rows.
-class DividedEmbedding(ParallelStyle):
+class ShardedEmbedding(ParallelStyle):
     """Shards the rows of an `nn.Embedding` equally over all ranks.
 
     As in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3): each rank looks up the ids
@@ -105,7 +105,7 @@ _TOKENS, _HEADS, _VOCABULARY = 0, 1, 1
 """Dimensions: tokens in hidden states, heads in queries and keys, ids in logits."""
 
 
-def divide(
+def shard_model(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     mesh: DeviceMesh,
@@ -160,12 +160,12 @@ def embedding_style(num_rows: int, size: int) -> ParallelStyle:
     # Uneven shards are unsupported; see the recipe key `embedding_multiple`.
     if num_rows % size:
         return Replicated()
-    return DividedEmbedding()
+    return ShardedEmbedding()
 
 
-def tied_head_style(num_rows: int, size: int) -> ParallelStyle:
+def style_of_tied_head(num_rows: int, size: int) -> ParallelStyle:
     """Return the style of a tied head: sharded if the vocabulary table is."""
-    return Replicated() if num_rows % size else LogitsInParts()
+    return Replicated() if num_rows % size else ShardedLogits()
 
 
 def head_style(num_rows: int, size: int) -> ParallelStyle:
@@ -176,7 +176,7 @@ def head_style(num_rows: int, size: int) -> ParallelStyle:
     return ColwiseParallel(output_layouts=Shard(_VOCABULARY), use_local_output=False)
 
 
-def between(source: Placement, target: Placement) -> ParallelStyle:
+def redistribute_style(source: Placement, target: Placement) -> ParallelStyle:
     """Return a style that moves a module's output from one placement to another."""
     return PrepareModuleOutput(output_layouts=source, desired_output_layouts=target)
 
@@ -194,7 +194,7 @@ class Replicated(ParallelStyle):
         return distribute_module(module, device_mesh, _replicate, *hooks)
 
 
-class LogitsInParts(Replicated):
+class ShardedLogits(Replicated):
     """A head with a sharded vocabulary table. Its logits of shape [P, V] stay sharded over V.
 
     See `loss.py` for the loss of such logits.
@@ -205,7 +205,7 @@ class LogitsInParts(Replicated):
         return distribute_module(module, device_mesh, _replicate, *hooks)
 
 
-class OwnKeys(ParallelStyle):
+class LocalDropoutKeys(ParallelStyle):
     """Gives a dropout on the rank's shard of the tokens the dropout keys of that shard."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -26,7 +26,7 @@ def sees_all(length: int, window: int | None) -> bool:
     return window is None or length <= window + 1
 
 
-def within(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+def attend_within(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
     """Return scaled dot-product attention of every token to tokens at most `window` apart.
 
     Long samples are split into blocks of queries, each with the keys in its reach, as Longformer
@@ -133,7 +133,7 @@ def _no_padding(tokens: Tensor) -> tuple[int, ...]:
 _CPU = torch.ops.aten
 
 
-def by_runs(
+def attend_by_runs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -164,17 +164,17 @@ def by_runs(
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if window is None or sees_all(q.shape[2], window):
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-        return within(q, k, v, window)
+        return attend_within(q, k, v, window)
 
     return _concatenate_runs([attend(*run) for run in _split_runs(lengths, query, key, value)])
 
 
 # Without a custom operator the graph would break here, or be recompiled for every list of lengths.
 @torch.library.custom_op("elastrata::attention_by_runs", mutates_args=(), device_types="cpu")
-def compiled_by_runs(
+def attend_by_runs_compiled(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Call `by_runs` as a single node of a compiled graph, on a CPU.
+    """Call `attend_by_runs` as a single node of a compiled graph, on a CPU.
 
     Key and value have as many heads as query.
 
@@ -281,7 +281,7 @@ def _concatenate_runs(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
 
 
-@compiled_by_runs.register_fake
+@attend_by_runs_compiled.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -306,4 +306,4 @@ def _backward(ctx: Any, gradient: Tensor, _: object) -> tuple[Tensor | None, ...
     return *gradients, None, None, None
 
 
-compiled_by_runs.register_autograd(_backward, setup_context=_save_for_backward)
+attend_by_runs_compiled.register_autograd(_backward, setup_context=_save_for_backward)

@@ -16,10 +16,10 @@ from typing_extensions import override
 from elastrata.device.capabilities import DeviceCapabilities
 from elastrata.workload.batch import Batch
 from elastrata.workload.hf_mapping import HasCounterpart
-from elastrata.workload.workload import Loss, PipelineParallel, Planned, TensorParallel
+from elastrata.workload.workload import Loss, PipelineParallel, PlannableWorkload, TensorParallel
 from elastrata_pipelines.format import Manifest
-from elastrata_workloads.unpadded.batch import UnpaddedBatch, equally_long
-from elastrata_workloads.unpadded.shapes import Kernel, interrupts_graphs, substitution
+from elastrata_workloads.unpadded.batch import UnpaddedBatch, fill_to_equal_length
+from elastrata_workloads.unpadded.shapes import Kernel, interrupts_graphs, kernel_substitutions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -83,7 +83,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterpart):
+class UnpaddedTransformer(PlannableWorkload, TensorParallel, PipelineParallel, HasCounterpart):
     """A transformer on concatenated samples, whose model is a `Stack`."""
 
     hidden_size: Width = 768
@@ -144,7 +144,7 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
     @override
     def substitutions(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
         """Return one line if `attention` requests a kernel that is unavailable."""
-        return substitution(self.attention, capabilities, dtype)
+        return kernel_substitutions(self.attention, capabilities, dtype)
 
     @override
     def interrupts_graphs(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> bool:
@@ -186,11 +186,11 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
         `embedding_multiple` can make the rows divide evenly.
         """
         from elastrata_workloads.unpadded import stack
-        from elastrata_workloads.unpadded.stack import plan
-        from elastrata_workloads.unpadded.tensor_parallel import divide
+        from elastrata_workloads.unpadded.stack import tensor_parallel_plan
+        from elastrata_workloads.unpadded.tensor_parallel import shard_model
 
-        styles = plan(stack.whole(model), mesh.size(), sequence=sequence)
-        divide(model, stack.blocks(model), mesh, styles, sequence=sequence)
+        styles = tensor_parallel_plan(stack.as_stack(model), mesh.size(), sequence=sequence)
+        shard_model(model, stack.blocks(model), mesh, styles, sequence=sequence)
 
     @override
     def stage_problems(self, num_stages: int) -> list[str]:
@@ -210,12 +210,12 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
         """
         from elastrata_workloads.unpadded import stack
 
-        return stack.StackStage(stack.whole(model), blocks)
+        return stack.StackStage(stack.as_stack(model), blocks)
 
     @override
-    def equally_long(self, batches: Sequence[Batch], multiple: int) -> list[Batch]:
+    def pad_to_one_length(self, batches: Sequence[Batch], multiple: int) -> list[Batch]:
         """Fill micro-batches up to equal length with tokens that predict nothing."""
-        return equally_long(batches, multiple)
+        return fill_to_equal_length(batches, multiple)
 
     @override
     def hidden_shape(self, batch: Batch) -> tuple[int, ...]:

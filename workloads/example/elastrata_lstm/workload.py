@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from elastrata.workload.batch import Batch, padded
+from elastrata.workload.batch import Batch, pad
 from elastrata.workload.hf_folder import AS_TRAINED, WeightForm, write_weights
 from elastrata.workload.workload import Loss, Metric, Workload
 from elastrata_pipelines.format import Vocabulary
@@ -64,7 +64,7 @@ class Lstm(Workload):
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> LstmBatch:
         """Return a micro-batch, which may have no samples."""
-        batch = padded(rows, vocabulary.pad_id)
+        batch = pad(rows, vocabulary.pad_id)
         ids, is_predicted = batch.tokens, batch.is_real[:, 1:]
         targets = ids[:, 1:].where(is_predicted, -100).flatten()
         weights = {"lm": float(is_predicted.sum())}

@@ -19,7 +19,7 @@ import numpy as np
 import ray
 from typing_extensions import override
 
-from elastrata.checkpoints.commit import Commit, CommitStorage, commits, size_problems
+from elastrata.checkpoints.commit import Commit, CommitStorage, list_commits, size_problems
 from elastrata.checkpoints.replicas.registry import (
     ANSWER_SECONDS,
     START_SECONDS,
@@ -27,7 +27,7 @@ from elastrata.checkpoints.replicas.registry import (
     group_of,
     start_registry,
 )
-from elastrata.checkpoints.replicas.store import CHUNK_BYTES, answered
+from elastrata.checkpoints.replicas.store import CHUNK_BYTES, get_answer
 
 _ANSWER_SECONDS = 5.0
 _FIRST_LOOK_SECONDS = 5.0
@@ -131,7 +131,7 @@ class Replicas:
             # All requests first, then the answers, so that dead stores are waited for in parallel.
             for answer in [store.delete.remote(path) for store in upload.stores]:
                 with suppress(OSError):
-                    answered(answer, _ANSWER_SECONDS)
+                    get_answer(answer, _ANSWER_SECONDS)
             raise
 
     def delete(self, *parts: str) -> None:
@@ -165,7 +165,7 @@ class Replicas:
             if time.monotonic() > deadline:
                 break
             self._ask(_ANSWER_SECONDS, "ping")
-        return cast("list[Any]", answered(answer, 0.0))
+        return cast("list[Any]", get_answer(answer, 0.0))
 
     def _listing_with(self, path: str) -> Listing:
         """Return a listing that has the file, a fresh one if necessary."""
@@ -181,7 +181,7 @@ class Replicas:
         return self._seen
 
     def _ask(self, seconds: float, question: str, *args: Any) -> Any:
-        return answered(getattr(self.registry, question).remote(*args), seconds)
+        return get_answer(getattr(self.registry, question).remote(*args), seconds)
 
 
 def open_replicas(limit_bytes: int, answer_seconds: float = ANSWER_SECONDS) -> Replicas:
@@ -200,7 +200,7 @@ def close_replicas(storage: Replicas) -> None:
     ray.kill(storage.registry)
 
 
-def newest_replica(
+def find_newest_replica(
     storage: CommitStorage, counts: Callable[[int, int], bool] = lambda attempt, step: True
 ) -> Commit | None:
     """Return the newest commit whose files all exist; None without one, or if no store answers.
@@ -209,7 +209,7 @@ def newest_replica(
     """
     # A durable checkpoint takes the place of an in-memory one that cannot be read.
     with suppress(Exception):
-        for commit in commits(storage):
+        for commit in list_commits(storage):
             if counts(*commit.place) and not size_problems(storage, commit):
                 return commit
     return None
@@ -218,7 +218,7 @@ def newest_replica(
 def _fetch(store: Any, path: str, size: int) -> io.BytesIO:
     stream = io.BytesIO()
     for index in range(-(-size // CHUNK_BYTES)):
-        stream.write(answered(store.chunk.remote(path, index), _ANSWER_SECONDS))
+        stream.write(get_answer(store.chunk.remote(path, index), _ANSWER_SECONDS))
     stream.seek(0)
     return stream
 
@@ -268,7 +268,7 @@ class _Upload(io.RawIOBase):
             self._wait()
         answers = [store.finish.remote(self._path, self._sent) for store in self.stores]
         for answer in answers:
-            answered(answer, _CHUNK_SECONDS)
+            get_answer(answer, _CHUNK_SECONDS)
 
     def _send(self) -> None:
         if len(self._in_flight) >= _CHUNKS_IN_FLIGHT:
@@ -282,4 +282,4 @@ class _Upload(io.RawIOBase):
 
     def _wait(self) -> None:
         for answer in self._in_flight.popleft():
-            answered(answer, _CHUNK_SECONDS)
+            get_answer(answer, _CHUNK_SECONDS)

@@ -132,7 +132,7 @@ def _is_below(name: str, path: str) -> bool:
     return name in (path, path + PART) or name.startswith(f"{path}/")
 
 
-def answered(answer: Any, seconds: float) -> Any:
+def get_answer(answer: Any, seconds: float) -> Any:
     """Return the value of `answer`, an object reference.
 
     Raises:
