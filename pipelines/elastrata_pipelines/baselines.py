@@ -124,7 +124,7 @@ class _DividedBatch:
     """Work of each rank."""
     micro_batches: int
     """Micro-batches of each rank."""
-    tokens_with_padding: int
+    padded_tokens: int
     """Tokens of all ranks, including padding."""
 
 

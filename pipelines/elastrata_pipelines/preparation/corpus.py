@@ -70,7 +70,7 @@ class Corpus:
     report: Progress
     passed_over: tuple[int, ...] = ()
     """Number of skipped pipes, broken links and the like in the folders of each source."""
-    mark_repeats: Mapping[Place, Repeats] | None = None
+    repeats: Mapping[Place, Repeats] | None = None
     """Marks of repeated documents by portion; None before they are looked for."""
 
     @staticmethod

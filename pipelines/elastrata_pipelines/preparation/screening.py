@@ -81,7 +81,7 @@ class DocumentFingerprints:
 
     hashes: U64
     """Hashes of the normalised texts, shape [documents]."""
-    compute_signatures: Signatures | None
+    signatures: Signatures | None
     """Signatures for near duplicates, shape [documents, permutations]; None if these are kept."""
 
 
@@ -207,7 +207,7 @@ class FingerprintedPortion:
 
     place: Place
     bytes: int
-    compute_fingerprints: DocumentFingerprints
+    prints: DocumentFingerprints
     problems: tuple[str, ...] = ()
 
 

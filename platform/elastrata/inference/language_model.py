@@ -137,7 +137,7 @@ def _load(folder: Path) -> LanguageModel:
 class Perplexity:
     """Perplexity over all tokens of a text except the first of each sample."""
 
-    compute_perplexity: float
+    perplexity: float
     """e to the power of `loss`."""
     loss: float
     """Mean cross-entropy per token, in nats."""

@@ -142,7 +142,7 @@ class _Operation:
         rng_state = torch.get_rng_state()
         if self.generator_state is not None:
             torch.set_rng_state(self.generator_state)
-        self.function(parameter.as_strided(*self.place), *self.others, **self.named)
+        self.function(parameter.as_strided(*self.place), *self.others, **self.keywords)
         torch.set_rng_state(rng_state)
 
 

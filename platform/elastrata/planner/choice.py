@@ -73,7 +73,7 @@ class Choices:
     layout: Layout
     """Layout of the group. Its `micro_batch` and `checkpointing` are ignored."""
     batch_size: int
-    micro_batch_budgets: tuple[int, ...]
+    budgets: tuple[int, ...]
     """Ascending."""
     policies: tuple[Recomputation, ...]
     """Ordered from least to most recomputation."""

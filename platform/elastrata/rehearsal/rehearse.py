@@ -37,7 +37,7 @@ class Rehearsal:
     seq_len: int
     memory_bytes: float
     """Memory of a device."""
-    distinct_ranks: Sequence[RankFigures]
+    ranks: Sequence[RankFigures]
     """The first rank. With a pipeline, also that of the last stage, and of stages between them that
     have more blocks than the first."""
     graphs: GraphFigures | None

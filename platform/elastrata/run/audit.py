@@ -265,7 +265,7 @@ class Audit:
     """Number of steps whose digest was compared with their data sets."""
     epochs: tuple[float, ...]
     """For each readable data set, how many times it was read."""
-    read_inherited_steps: InheritedSteps
+    inherited: InheritedSteps
     """The steps that the run has from its ancestors."""
     parent: Parent | None
     """The initial weights; None: initialised at random."""

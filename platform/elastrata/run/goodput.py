@@ -119,7 +119,7 @@ class TimeToTarget:
     metric: str
     at_least: float | None
     at_most: float | None
-    is_reached: bool
+    reached: bool
     value: float | None
     """The metric of the first evaluation that reached the target, else of the newest evaluation;
     None without an evaluation or if not finite."""

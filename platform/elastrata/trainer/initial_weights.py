@@ -337,7 +337,7 @@ class GivenWeights:
     workload: str
     architecture: Mapping[str, Any]
     """Keys as in `Workload.architecture`."""
-    tensor_shapes: Mapping[str, Shape]
+    sizes: Mapping[str, Shape]
     """Shapes, by the names of `counterpart`."""
     counterpart: Counterpart = field(default_factory=Counterpart)
     """Mapping of the model's parameters to the stored ones; by default they have the same names."""
