@@ -13,7 +13,7 @@ import yaml
 from elastrata.cli.main import run
 from elastrata.recipe.recipe import WorkersConfig
 from elastrata.sweeps.config import load_sweep, sweep_schema
-from elastrata.sweeps.launch import slots
+from elastrata.sweeps.driver import divide_cluster
 from elastrata.sweeps.result import check_same_sweep, write_sweep
 from elastrata.sweeps.trial_recipe import base_recipe
 from elastrata_pipelines.errors import UserError
@@ -184,14 +184,14 @@ def test_a_sweep_that_is_there_is_not_continued_as_another_one(tmp_path: Path) -
 def test_trials_share_a_machine_without_a_fight() -> None:
     two = {"CPU": 2.0}
     one_worker = WorkersConfig(cpus=0.5)
-    auto = slots(one_worker, two, "auto", trials=16)
+    auto = divide_cluster(one_worker, two, "auto", trials=16)
     assert (auto.count, auto.cpus, auto.threads, auto.gpus) == (2, 1.0, 1, 0.0)
-    assert slots(one_worker, two, 1, trials=16).threads == 2
-    assert slots(one_worker, two, 8, trials=16).cpus == 0.25
-    assert slots(one_worker, {"CPU": 8.0, "GPU": 4.0}, "auto", trials=16).count == 4
-    groups = slots(WorkersConfig(max=2, cpus=0.5), {"CPU": 4.0}, "auto", trials=16)
+    assert divide_cluster(one_worker, two, 1, trials=16).threads == 2
+    assert divide_cluster(one_worker, two, 8, trials=16).cpus == 0.25
+    assert divide_cluster(one_worker, {"CPU": 8.0, "GPU": 4.0}, "auto", trials=16).count == 4
+    groups = divide_cluster(WorkersConfig(max=2, cpus=0.5), {"CPU": 4.0}, "auto", trials=16)
     assert (groups.count, groups.threads, groups.gpus) == (2, 1, 0.0)
     with pytest.raises(UserError, match="room for 3 trials of 2 workers"):
-        slots(WorkersConfig(max=2, cpus=0.5), {"CPU": 3.5}, 4, trials=16)
+        divide_cluster(WorkersConfig(max=2, cpus=0.5), {"CPU": 3.5}, 4, trials=16)
     with pytest.raises(UserError, match="a trial needs 3 CPUs"):
-        slots(WorkersConfig(max=3, cpus=1.0), two, "auto", trials=1)
+        divide_cluster(WorkersConfig(max=3, cpus=1.0), two, "auto", trials=1)

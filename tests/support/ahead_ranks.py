@@ -17,7 +17,7 @@ from elastrata.step import train_step as step
 from elastrata.step.events import Chosen
 from elastrata.step.prefetch import BackgroundThread
 from elastrata.step.records import StepRecord
-from elastrata.trainer import loop
+from elastrata.trainer import trainer
 from elastrata_pipelines.batches import Start
 from support.bare_loop import BareTraining
 from support.poison import PoisonedBert
@@ -76,14 +76,14 @@ def _ahead(rank: int, world_size: int, recipe: Recipe) -> BareTraining:
 @contextmanager
 def _as_on_a_gpu() -> Iterator[list[None]]:
     summed: list[None] = []
-    reduce_sums = loop.reduce_sums
+    reduce_sums = trainer.reduce_sums
 
     def counted(*args: Any, **kwargs: Any) -> dict[str, float]:
         summed.append(None)
         return reduce_sums(*args, **kwargs)
 
     with (
-        patch.object(loop, "reduce_sums", counted),
+        patch.object(trainer, "reduce_sums", counted),
         patch.object(step, "skips_on_device", lambda optimizer, device: True),
     ):
         yield summed
