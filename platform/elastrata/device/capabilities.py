@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -111,10 +112,11 @@ def _missing_compiler(variable: str, *defaults: str) -> str | None:
 
     Args:
         variable: environment variable that overrides the default compilers.
-        usual: default compilers, any of which is sufficient.
+        defaults: default compilers, any of which is sufficient.
     """
     configured = os.environ.get(variable)
-    compilers = (configured,) if configured else defaults
+    # The variable may hold a wrapper and options, such as `ccache g++`.
+    compilers = tuple(shlex.split(configured)[:1]) if configured else defaults
     return None if any(map(shutil.which, compilers)) else " or ".join(compilers)
 
 
@@ -154,8 +156,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of the GPU since `reset_peak_memory`, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Linux reports kilobytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Linux reports kilobytes, macOS bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def reset_peak_memory(device: torch.device) -> None:

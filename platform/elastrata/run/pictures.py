@@ -83,15 +83,14 @@ def evaluations(
 def losses(
     entries: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the training losses of the effective steps, and all held-out losses.
+    """Return the training and held-out losses of the run without those that were rolled back.
 
     Args:
         entries: the run's history.
         steps: the effective steps.
     """
-    # A step that was repeated is evaluated again: the later evaluation replaces the earlier one.
     held_out = {
-        entry["step"]: entry["eval/loss"] for entry in entries if entry["kind"] == "evaluated"
+        entry["step"]: entry["eval/loss"] for entry in history.surviving_evaluations(entries)
     }
     return [{"step": record["step"], "loss": record["loss"]} for record in steps] + [
         {"step": step, "eval_loss": loss} for step, loss in sorted(held_out.items())

@@ -134,8 +134,8 @@ def clip_to_domains(space: Mapping[str, Domain], point: Mapping[str, Value]) -> 
     """Return a changed point with every value moved back into its domain."""
     return {
         key: space[key].value_at(min(1.0, max(0.0, space[key].share_of(value))))
-        # Tune moves choices and whole numbers along the lists of `_build_mutation`.
-        if key in space and not isinstance(space[key], Choice | Int)
+        # Tune moves choices and short ranges of whole numbers along the lists of `_build_mutation`.
+        if key in space and not _has_list(space[key])
         else value
         for key, value in point.items()
     }
@@ -144,6 +144,10 @@ def clip_to_domains(space: Mapping[str, Domain], point: Mapping[str, Value]) -> 
 def _build_mutation(domain: Domain) -> list[Value] | Callable[[], Value]:
     """Return Tune's description of how a value changes: a list makes it move to a neighbour, a
     function makes Tune resample it or multiply it by 0.8 or 1.2."""
-    if isinstance(domain, Choice | Int) and (values := domain.grid()):
-        return list(values)
+    if _has_list(domain):
+        return list(domain.grid() or ())
     return lambda: domain.value_at(random.random())
+
+
+def _has_list(domain: Domain) -> bool:
+    return isinstance(domain, Choice | Int) and bool(domain.grid())

@@ -91,10 +91,11 @@ class RunPast:
         effective = history.effective_steps(entries), history.surviving_evaluations(entries)
         return cls(*([e for e in part if step is None or e["step"] <= step] for part in effective))
 
-    def unreported(self) -> list[Mapping[str, float]]:
-        """Return the metrics of the steps after the last evaluation."""
+    def unreported(self) -> tuple[list[Mapping[str, float]], float]:
+        """Return the metrics of the steps after the last evaluation, and their seconds."""
         last = max((entry["step"] for entry in self.evaluations), default=0)
-        return [_curve(entry) for entry in self.steps if entry["step"] > last]
+        later = [entry for entry in self.steps if entry["step"] > last]
+        return [_curve(entry) for entry in later], sum(entry["seconds"] for entry in later)
 
     def curves(self) -> list[Mapping[str, float]]:
         """Return the metrics of every step."""
@@ -334,7 +335,7 @@ class LoneTrial:
             yield from self._train_steps(manager)
 
     def _train_steps(self, manager: CheckpointManager) -> Iterator[Report]:
-        steps, seconds = self._past.unreported(), 0.0
+        steps, seconds = self._past.unreported()
         for step in self._trainer.train(
             read_steps(self._phases, self.start, self._kinds),
             self.start,

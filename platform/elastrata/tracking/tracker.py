@@ -592,7 +592,7 @@ def check_model_name(name: str) -> None:
     Raises:
         UserError: the name is empty or contains '/', ':' or a quote.
     """
-    if not name.strip() or {"/", ":", "'"} & set(name):
+    if not name.strip() or {"/", ":", "'", '"'} & set(name):
         raise UserError(f"--register: {name!r}: expected a name without '/', ':' and quotes")
 
 
