@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from elastrata.driver.launch import train as train_on_ray
 from elastrata.driver.ray_session import ray_session
 from elastrata.driver.result import TrainResult
 from elastrata.recipe.data_sets import resolve_steps
+from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.events import Event
 from elastrata.sweeps.config import SweepConfig
@@ -26,6 +28,17 @@ if TYPE_CHECKING:
     from elastrata_pipelines.inspection import Inspection
 
 
+Overrides = Sequence[str] | Mapping[str, object]
+"""Changes of a recipe: `["optimizer.lr=3e-4"]`, or `{"optimizer.lr": 3e-4}`."""
+
+
+def _to_lines(overrides: Overrides) -> Sequence[str]:
+    """Return overrides as a command line has them. JSON is YAML, too."""
+    if isinstance(overrides, Mapping):
+        return [f"{path}={json.dumps(value)}" for path, value in overrides.items()]
+    return overrides
+
+
 def run_name(recipe: Recipe) -> str:
     """Return the name of a recipe's run.
 
@@ -38,7 +51,8 @@ def run_name(recipe: Recipe) -> str:
 
 
 def train(
-    recipe: Recipe,
+    recipe: Recipe | str,
+    overrides: Overrides = (),
     *,
     address: str | None = None,
     show: Callable[[Event], None] | None = None,
@@ -47,7 +61,8 @@ def train(
     """Train a recipe to its last step or its target, or continue its run.
 
     Args:
-        recipe: the recipe, with a name.
+        recipe: the recipe, with a name; or a YAML file, or the name of a recipe: `bert/tiny`.
+        overrides: changes of a recipe that is given by its file or name.
         address: Ray cluster to join; default: the open session, else a new local one.
         show: called with every event of the run, from a background thread; default: print events,
             with a progress line in a terminal or notebook.
@@ -60,6 +75,11 @@ def train(
     """
     from elastrata.terminal.console import open_console
     from elastrata.terminal.progress import Progress, phase_lines
+
+    if isinstance(recipe, str):
+        recipe = load_recipe(recipe, _to_lines(overrides))
+    elif overrides:
+        raise UserError("overrides: expected none with a Recipe: give a file or a recipe's name")
 
     def run(recipe: Recipe, show: Callable[[Event], None]) -> TrainResult:
         return train_on_ray(recipe, name=name, address=address, show=show, go_on_from=go_on_from)
@@ -77,7 +97,7 @@ def train(
 def fork(
     run: str,
     name: str,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
     address: str | None = None,
     show: Callable[[Event], None] | None = None,
@@ -90,7 +110,7 @@ def fork(
         run: `RUN@STEP`: the parent by its folder, URL or name, and the step of a checkpoint; or
             `RUN` for its newest checkpoint.
         name: name of the new run. It is stored next to its parent unless `storage` is changed.
-        overrides: changes to the parent's recipe, as `dotted.path=value` with the value in YAML.
+        overrides: changes of the parent's recipe, as for `train`.
         address: Ray cluster to join; default: the open session, else a new local one.
         show: as for `train`; the default also prints all changes first.
 
@@ -104,7 +124,7 @@ def fork(
     from elastrata.terminal.console import open_console
     from elastrata.trainer.preflight import check_storage
 
-    plan = plan_fork(run, name, overrides)
+    plan = plan_fork(run, name, _to_lines(overrides))
     check_storage(Storage(plan.fork.recipe.storage))
     if show is None:
         show_changes(open_console(as_json=False), plan)
@@ -157,14 +177,15 @@ def status(run: str) -> Status:
     """Return the status of a run, which may train anywhere.
 
     Args:
-        run: its folder or URL.
+        run: its folder, URL or name.
 
     Raises:
         UserError: the run does not exist.
     """
+    from elastrata.run.claim import find_run_folder
     from elastrata.run.status import status
 
-    return status(Storage(run))
+    return status(find_run_folder(run))
 
 
 def inspect(data: str, *, workers: int = 8, batch_size: int | None = None) -> Inspection:
@@ -204,7 +225,7 @@ def generate(
     """Continue a text with a trained GPT.
 
     Args:
-        model: folder or URL of a run, or an exported folder.
+        model: folder, URL or name of a run, or an exported folder.
         prompt: the text.
         tokens: largest number of added tokens.
         temperature: values below 1 favour likely tokens; 0 always chooses the likeliest.
@@ -216,9 +237,10 @@ def generate(
         UserError: the model does not exist, or does not predict next tokens.
     """
     from elastrata.inference.language_model import Sampling, continue_text, load_language_model
+    from elastrata.run.claim import find_model
 
     sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
-    language_model = load_language_model(model, checkpoint=checkpoint)
+    language_model = load_language_model(find_model(model), checkpoint=checkpoint)
     return continue_text(language_model, prompt, tokens=tokens, sampling=sampling)
 
 

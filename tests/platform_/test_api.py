@@ -52,6 +52,23 @@ def test_an_evaluation_anew_is_the_one_on_record(trained: tuple[TrainResult, str
         result.evaluate(checkpoint="7")
 
 
+def test_a_recipe_by_its_name_and_overrides_in_a_mapping(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nothing")
+    with pytest.raises(elastrata.UserError, match="nothing"):
+        elastrata.train("bert/tiny", {"data.path": missing, "steps": 3, "workers.spares": False})
+    with pytest.raises(elastrata.UserError, match=r"optimizer\.lrr"):
+        elastrata.train("bert/tiny", ["optimizer.lrr=1"])
+
+
+def test_runs_are_found_by_name_as_the_commands_find_them(
+    trained: tuple[TrainResult, str], recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(recipe.storage).parent)
+    assert elastrata.status("first").steps == 6
+    with pytest.raises(elastrata.UserError, match="did you mean 'first'"):
+        elastrata.status("frist")
+
+
 def test_a_picture_an_export_and_an_audit(trained: tuple[TrainResult, str], tmp_path: Path) -> None:
     result = trained[0]
     assert {line.get_label() for line in result.plot().axes[0].get_lines()} >= {"held-out"}

@@ -1,4 +1,4 @@
-"""`load_parent` a folder of transformers: its loss, in any layout; exported again, to the bit; and
+"""`begin_with` a folder of transformers: its loss, in any layout; exported again, to the bit; and
 whatever is wrong with it, in one line each."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`load_parent` another run: its weights, in any layout, and whatever does not fit them."""
+"""`begin_with` another run: its weights, in any layout, and whatever does not fit them."""
 
 from __future__ import annotations
 

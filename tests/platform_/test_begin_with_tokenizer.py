@@ -1,4 +1,4 @@
-"""`load_parent`: the ids of the data set's tokenizer, held against those that the weights know; and
+"""`begin_with`: the ids of the data set's tokenizer, held against those that the weights know; and
 models of the hub."""
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def test_jumps_of_the_wall_clock_change_nothing_on_one_host(seed: int) -> None:
 
 
 def test_an_evaluation_before_the_first_step_is_counted_once() -> None:
-    """A run with `load_parent` had 63% starting and 59% evaluating, and a negative rest."""
+    """A run with `begin_with` had 63% starting and 59% evaluating, and a negative rest."""
     entries = [
         started(1, 0, time=100.0, seconds={"model": 2.0}),
         said("evaluated", 1, time=160.0, step=0, seconds=59.0, **{"eval/loss": 3.0}),

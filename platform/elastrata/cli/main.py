@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import metadata
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -89,10 +90,22 @@ for _command in _COMMANDS:
 app.add_typer(bench)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"elastrata {metadata.version('elastrata')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     show_traceback: Annotated[
         bool, typer.Option("--traceback", help="Show where in the program a failure arose.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Elastic pre-training of transformer language models on Ray."""

@@ -33,7 +33,7 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
 
-# `load_parent` has no effect: a fork has its parent's weights.
+# `begin_with` has no effect: a fork has its parent's weights.
 _ELSEWHERE = ("name", "storage", "begin_with")
 """Keys that are not listed as changes: every fork has its own ones, or does not use them."""
 _LEARNED = {"batch_size", "batch_size_warmup", "optimizer", "schedule", "sparsity"}

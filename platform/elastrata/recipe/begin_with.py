@@ -1,4 +1,4 @@
-"""The key `load_parent`: initial weights of a run, and the model that they imply."""
+"""The key `begin_with`: initial weights of a run, and the model that they imply."""
 
 from __future__ import annotations
 

@@ -329,7 +329,7 @@ class Recipe(PhaseKeys):
     file's name, or `bert-tiny` for the recipe `bert/tiny`."""
     workload: Annotated[SerializeAsAny[Workload], BeforeValidator(_validate_workload)]
     """The model and its objective; `name` chooses one of those installed. A file that has
-    `load_parent` may leave it out: the model is that of the weights."""
+    `begin_with` may leave it out: the model is that of the weights."""
     begin_with: BeginWith | None = None
     """The weights that the run begins with: another run's, or those of a folder that transformers
     or `elastrata export` has written. Default: they are drawn."""

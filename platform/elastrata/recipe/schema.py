@@ -36,7 +36,7 @@ def recipe_schema() -> dict[str, Any]:
     }
     # Phases inherit keys, so none is required.
     recipe["properties"]["phases"]["items"] = {"$ref": f"{_DEFS}Phase{_VARIANT}"}
-    # `load_parent` can replace `workload`.
+    # `begin_with` can replace `workload`.
     recipe["required"] = [key for key in recipe["required"] if key != "workload"]
     base = "A recipe's file or name; this one says only what is different."
     schema = extending_schema("Recipe", {**recipe, "$defs": defs}, base)

@@ -25,7 +25,7 @@ from elastrata.rehearsal.cuda import FakeDevice, fake_cuda
 from elastrata.rehearsal.ledger import Ledger
 from elastrata.rehearsal.recorder import Recorder
 from elastrata.step.prefetch import SynchronousBackground
-from elastrata.trainer import loop
+from elastrata.trainer import trainer
 
 _MESH_METHODS = (
     "__init__",
@@ -205,7 +205,9 @@ def rehearsal(
         on.enter_context(patch.object(torch.UntypedStorage, "resize_", _resize(ledger)))
         on.enter_context(patch.object(FakeTensor, "tolist", _tolist(recorder)))
         # Threads take turns in a fake mode, which torch's fake mode does not support.
-        on.enter_context(patch.object(loop, "BackgroundThread", lambda _: SynchronousBackground()))
+        on.enter_context(
+            patch.object(trainer, "BackgroundThread", lambda _: SynchronousBackground())
+        )
         for mode in modes:
             on.enter_context(mode)
         yield ledger

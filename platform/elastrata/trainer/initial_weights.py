@@ -77,7 +77,7 @@ def _find_weights(
     warn: Callable[[str], None],
     chosen: str | None,
 ) -> Parent:
-    """Find the weights of `load_parent`; `chosen` is the checkpoint or revision that was used
+    """Find the weights of `begin_with`; `chosen` is the checkpoint or revision that was used
     before."""
     try:
         if is_run(begin.place):
@@ -97,7 +97,7 @@ def find_run_parent(
     warn: Callable[[str], None],
     folder: str | None = None,
 ) -> Parent:
-    """Return the checkpoint of `load_parent` as a parent.
+    """Return the checkpoint of `begin_with` as a parent.
 
     Raises:
         UserError: the recipe cannot begin with it; one line for each reason.
@@ -189,7 +189,7 @@ def find_folder_parent(
     data: TrainingData,
     warn: Callable[[str], None],
 ) -> Parent:
-    """Return the folder of `load_parent` as a parent.
+    """Return the folder of `begin_with` as a parent.
 
     Raises:
         UserError: the recipe cannot begin with it; one line for each reason.
