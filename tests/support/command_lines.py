@@ -227,8 +227,6 @@ NOT_RUN = {
     ),
     **dict.fromkeys(
         (
-            "python benchmarks/checkpoint.py",
-            "python benchmarks/clipping.py WIKITEXT",
             "python benchmarks/encoders.py WIKITEXT --scratch FOLDER",
             "python benchmarks/hot_tier.py",
             "python benchmarks/large_data.py --beside CHECKOUT",
