@@ -29,7 +29,7 @@ from elastrata.optim.optimizer import build_optimizer
 from elastrata.step.train_step import total_weights, train_step
 from elastrata.recipe.file import load_recipe
 from elastrata.rehearsal.session import rehearsal
-from elastrata.trainer.build_model import divided_model
+from elastrata.trainer.build_model import build_divided_model
 
 RANKS = 1024
 samples = bench_samples(load_recipe("gpt/125m", ["batch_size=2"]), "full", steps=1)
@@ -38,7 +38,7 @@ def rehearsed(overrides):
     recipe = load_recipe("gpt/125m", ["compile=false", "workload.num_layers=1", *overrides])
     with rehearsal(world_size=RANKS) as ledger:
         device = torch.device("cuda", 0)
-        divided = divided_model(recipe, samples.vocabulary, samples.seq_len, device, RANKS)
+        divided = build_divided_model(recipe, samples.vocabulary, samples.seq_len, device, RANKS)
         blocks = recipe.workload.blocks(divided.model)
         optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
         batches = divided.forward_backward.ready([

@@ -19,7 +19,7 @@ from elastrata.driver.interrupt import SIGNALS, Interrupt, is_ending, shield_fro
 ENDING = """
 import os, signal, sys
 from elastrata.cli import main as cli
-from elastrata.driver.interrupt import undisturbed
+from elastrata.driver.interrupt import shield_from_signals
 
 def press():
     os.kill(os.getpid(), signal.SIGINT)
@@ -30,7 +30,7 @@ def hang():
     try:
         press()
     finally:
-        with undisturbed("ending"):
+        with shield_from_signals("ending"):
             press()
             {again}
     raise AssertionError("never comes here")

@@ -13,11 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SHIPPED = (
     "import elastrata, elastrata_workloads.bert as b, elastrata_pipelines as p\n"
-    "from elastrata.shipped import cluster_files, tested_versions\n"
+    "from elastrata.shipped import cluster_files, constraint_versions\n"
     "print(elastrata.__file__, b.__file__, p.__file__)\n"
     "print(cluster_files())\n"
     "print(sorted(path.name for path in cluster_files().iterdir()))\n"
-    "print(tested_versions()['ray'])\n"
+    "print(constraint_versions()['ray'])\n"
 )
 
 

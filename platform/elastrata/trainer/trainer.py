@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -51,10 +51,7 @@ from elastrata.step.train_step import (
 )
 from elastrata.trainer.autotune import ChoiceTuner, build_tuner
 from elastrata.trainer.build_model import build_divided_model, build_masks, build_weight_average
-from elastrata.trainer.checkpoint_manager import CheckpointManager
-from elastrata.trainer.evaluation import HeldOutData
 from elastrata.trainer.initial_weights import load_parent
-from elastrata.trainer.reporter import Reporter
 from elastrata.workload.batch import Batch
 from elastrata.workload.workload import Workload
 from elastrata_pipelines.batches import Start
@@ -63,6 +60,12 @@ from elastrata_pipelines.hashing import digest
 from elastrata_pipelines.payload import RankStep, check_order
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.speeds import RankKinds, Speeds
+
+if TYPE_CHECKING:
+    # For their types alone: the checkpoint manager imports Ray, which benchmarks do without.
+    from elastrata.trainer.checkpoint_manager import CheckpointManager
+    from elastrata.trainer.evaluation import HeldOutData
+    from elastrata.trainer.reporter import Reporter
 
 
 def _go_on() -> Action:

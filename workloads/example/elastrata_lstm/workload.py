@@ -71,12 +71,11 @@ class Lstm(Workload):
         return LstmBatch(weights=weights, num_positions=ids.numel(), ids=ids, targets=targets)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Return sums over the predictions."""
+        """Return sums, which the engine divides by the number of predictions of the batch."""
         assert isinstance(batch, LstmBatch)
         logits = model(batch.ids)[:, :-1].float().flatten(0, 1)
         total = nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
         right = (logits.argmax(-1) == batch.targets).sum()
-        # Sums, not means: the engine divides once, by the whole batch's number of predictions.
         return Loss({"lm": total}, {"lm_accuracy": Metric(right, per="lm")})
 
     def metrics(self) -> Sequence[str]:
@@ -92,8 +91,7 @@ class Lstm(Workload):
         path: Path,
         form: WeightForm = AS_TRAINED,
     ) -> None:
-        """Write weights, sizes and tokenizer."""
-        # transformers has no such model, so this is a format for our use only.
+        """Write weights, sizes and tokenizer, in a format that only Elastrata reads."""
         path.mkdir(parents=True, exist_ok=True)
         if tokenizer is not None:
             shutil.copytree(tokenizer, path, dirs_exist_ok=True)
