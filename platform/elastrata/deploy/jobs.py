@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from ray.exceptions import AuthenticationError
@@ -41,6 +43,7 @@ _PACKAGES = ("elastrata", "elastrata_pipelines", "elastrata_workloads")
 _STOP_SECONDS = 60
 """Time for a stopped run to finish its record and its workers, after the checkpoint."""
 _PORT = 8265
+_CONNECT_SECONDS = 5.0
 _SECONDS_FOR_A_TUNNEL = 60.0
 _OVERRIDES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Variables that take precedence over the address that Ray's client is given."""
@@ -280,6 +283,7 @@ def job_server_errors(server: JobSubmissionClient) -> Iterator[None]:
 
 
 def _connect(address: str, shown: str) -> JobSubmissionClient:
+    _check_port(address, shown)
     # Ray's client has no argument that takes precedence over these variables.
     removed = {name: os.environ.pop(name) for name in _OVERRIDES if name in os.environ}
     try:
@@ -295,6 +299,29 @@ def _connect(address: str, shown: str) -> JobSubmissionClient:
         raise UserError(f"--cluster: {shown}: no job server answers there ({reason})") from error
     finally:
         os.environ.update(removed)
+
+
+def _check_port(address: str, shown: str) -> None:
+    """Check that a server listens at an address.
+
+    Raises:
+        UserError: no server does.
+    """
+    # Ray's client retries a refused connection for 40 seconds and logs each attempt.
+    url = urlsplit(address if "://" in address else f"http://{address}")
+    try:
+        place = url.hostname, url.port or (443 if url.scheme == "https" else 80)
+    except ValueError:  # not a number; the client says so
+        return
+    if url.scheme not in ("http", "https") or place[0] is None:
+        return
+    if getproxies().get(url.scheme) and not proxy_bypass(place[0]):
+        return  # only the proxy reaches it, perhaps
+    try:
+        socket.create_connection((place[0], place[1]), _CONNECT_SECONDS).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"--cluster: {shown}: no job server answers there ({reason})") from error
 
 
 @contextmanager
