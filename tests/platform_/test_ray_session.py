@@ -51,6 +51,36 @@ def test_a_session_is_its_own_quiet_and_gone_afterwards() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+SIGTERM_WHILE_RAY_STARTS = """
+import os, signal, threading, time
+from elastrata.driver.ray_session import ray_session
+
+def ours(number, frame):
+    print("ours")
+
+def send():
+    while signal.getsignal(signal.SIGTERM) is ours:  # until Ray has its own
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+signal.signal(signal.SIGTERM, ours)
+threading.Thread(target=send, daemon=True).start()
+try:
+    with ray_session(num_cpus=1):
+        print("started")
+except KeyboardInterrupt:
+    print("interrupted")
+assert signal.getsignal(signal.SIGTERM) is ours
+"""
+
+
+def test_sigterm_while_ray_starts_is_an_interrupt() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGTERM_WHILE_RAY_STARTS], capture_output=True, encoding="utf-8"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
 def test_a_cluster_that_does_not_answer_is_told() -> None:
     code = """
 from elastrata.driver.ray_session import ray_session

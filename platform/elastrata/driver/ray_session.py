@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -80,7 +81,8 @@ def _joined_cluster(address: str, log_to_driver: bool) -> Iterator[None]:
 
     try:
         _check_answers(address)
-        ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR)
+        with _keep_sigterm():
+            ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR)
     except OSError as error:  # refused, timed out, no such host
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--address: {address}: no Ray cluster answers there ({reason})") from error
@@ -114,10 +116,36 @@ def _local_cluster(num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
 
 
 @contextmanager
+def _keep_sigterm() -> Iterator[None]:
+    """Run `ray.init`, and treat SIGTERM during and after it as before.
+
+    Raises:
+        KeyboardInterrupt: SIGTERM arrived while Ray started.
+    """
+    import ray
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as error:
+        # `ray.init` installs a handler that exits with the number of the signal.
+        if error.code != signal.SIGTERM:
+            raise
+        with shield_from_signals("ending Ray"):
+            ray.shutdown()
+        raise KeyboardInterrupt("SIGTERM") from error
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
 def _own_node(folder: Path, num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
     import ray
 
-    with _fair_priority():
+    with _fair_priority(), _keep_sigterm():
         ray.init(
             address="local",
             num_cpus=num_cpus,
