@@ -24,31 +24,34 @@ _PATHS_SCHEMA = {
 
 
 class SourceConfig(ConfigPart):
-    """Text of one origin, with its share in the data set."""
+    """A source of text and its weight in the data set."""
 
     paths: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...],
         Field(min_length=1),
         WithJsonSchema(_PATHS_SCHEMA),
     ]
-    """Files, folders (every regular file below them that is not hidden) or globs; local or URLs
-    such as `s3://bucket/folder` or, of the Hugging Face Hub, `hf://datasets/NAME/folder`.
-    Compressed files (.gz, .bz2, .xz, .zst) are read as they are, tar archives (.tar, .tgz, .tar.xz,
-    a .xz that holds one) member by member, each as a file of its name would be."""
+    """Files, folders (all regular files below them that are not hidden) or globs; local, URLs such
+    as `s3://bucket/folder`, or `hf://datasets/NAME/folder` of the Hugging Face Hub. Compressed
+    files (.gz, .bz2, .xz, .zst) are decompressed; each member of a tar archive (.tar, .tgz,
+    .tar.xz, a .xz that holds one) is read like a file of its name."""
     name: str | None = None
-    """Part of every sample's identity; default: `source-<number>`. Must be unique."""
+    """Name of the source, which is part of every sample's identity. Must be unique. Default:
+    `source-<number>`."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """auto: by the file's ending; what is neither .jsonl, .ndjson, .json nor .parquet is text. An
-    HTML page in a file that is not called .html or the like is refused, unless this says text."""
+    """File format. auto: by the extension; files other than .jsonl, .ndjson, .json and .parquet are
+    text. An HTML page without an HTML extension is refused unless the format is text."""
     text_field: str = "text"
-    """Field (JSON Lines) or column (Parquet) that holds the text."""
+    """Field (JSON Lines) or column (Parquet) that contains the text."""
     documents: Literal["file", "line", "paragraph"] = "file"
-    """What a document is in a text file: all of it, a line, or what stands between blank lines."""
+    """Extent of a document in a text file: the whole file, a line, or a paragraph between blank
+    lines."""
     document_start: Annotated[str, Field(max_length=1000)] | None = None
-    """Text files: a line in which this regular expression matches at the start begins a new
-    document. Replaces `documents`."""
+    """Regular expression for text files; a line that it matches at the start begins a new document.
+    Replaces `documents`."""
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """Times each document appears: whole copies, and the fraction as a share of the documents."""
+    """Number of copies of each document. The fraction is the share of documents with one more
+    copy."""
 
     @field_validator("paths", mode="before")
     @classmethod
@@ -66,25 +69,26 @@ class SourceConfig(ConfigPart):
 
 
 class TokenizerConfig(ConfigPart):
-    """The tokenizer: one that exists (`load`), or one trained on the corpus (`train`)."""
+    """The tokenizer: an existing one (`load`), or one trained on the corpus (`train`)."""
 
     either: ClassVar = (("load",), ("train", "vocab_size", "lowercase", "max_bytes", "sources"))
     only_with: ClassVar = {"lowercase": ("train", "wordpiece")}
 
     load: Annotated[str, Field(min_length=1)] | None = None
-    """Folder (or tokenizer.json file) as transformers saves it, local or URL, or a hub name."""
+    """Folder of a transformers tokenizer or its tokenizer.json, local or URL, or its name in the
+    hub."""
     train: Literal["wordpiece", "bpe"] | None = None
-    """wordpiece: BERT's, with [CLS] and [SEP] around samples; bpe: GPT-2's, on bytes. Trained on
-    the corpus without its held-out documents."""
+    """Kind of tokenizer to train on the corpus, without its held-out documents. wordpiece: BERT's,
+    with [CLS] and [SEP] around samples. bpe: GPT-2's, on bytes."""
     vocab_size: Annotated[int, Field(ge=300, le=2**24)] = 8192
     """train: number of ids, special tokens included. Short texts may yield fewer."""
     lowercase: bool = False
-    """train, wordpiece only: lower-case the text and strip accents."""
+    """train, wordpiece only: whether to lower-case the text and strip accents."""
     max_bytes: Annotated[int, Field(gt=0, le=2**50)] = 64 * 2**20
-    """train: use at most this much text, chosen by hash."""
+    """train: maximum bytes of text to train on, chosen by hash."""
     sources: tuple[SourceConfig, ...] = ()
-    """train: the text to train on. Default: the data set's own; of a mixture that of all its
-    sources."""
+    """train: text to train on. Default: the data set's sources; for a mixture, those of all its
+    data sets."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -102,42 +106,45 @@ class TokenizerConfig(ConfigPart):
 
 
 class PrepareConfig(ConfigPart):
-    """How a corpus becomes a data set."""
+    """Preparation of a data set from a corpus."""
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
-    """The corpus."""
+    """Sources of the corpus."""
     tokenizer: TokenizerConfig
-    """The tokenizer, loaded or trained."""
+    """Tokenizer, loaded or trained."""
     seq_len: Annotated[int, Field(ge=8, le=2**20)]
-    """No sample has more tokens, special tokens included."""
+    """Maximum tokens per sample, special tokens included."""
     packing: Literal["none", "concat", "best_fit"] = "none"
-    """none: a sample is (a part of) one document. concat: documents end to end, cut every seq_len
-    tokens. best_fit: documents are cut only where longer than seq_len, then packed best-fit
-    decreasing. Boundaries are stored, so that attention can respect them."""
+    """Packing of documents into samples. none: a sample is a document or a part of one. concat:
+    documents are concatenated and cut every seq_len tokens. best_fit: documents are cut only if
+    longer than seq_len, then packed best-fit decreasing. Boundaries are stored, so that attention
+    can respect them."""
     pairs: bool = False
-    """Sentence pairs for next-sentence prediction, half of them random. Needs `packing: none`."""
+    """Whether to make sentence pairs for next-sentence prediction, half of them random. Needs
+    `packing: none`."""
     min_tokens: Annotated[int, Field(gt=0, le=2**20)] = 1
-    """Samples (packed: pieces of documents) with fewer tokens, special ones not counted, are
-    dropped."""
+    """Minimum tokens, without special ones, of a sample (packed: of a piece of a document). Shorter
+    ones are dropped."""
     stripe_size: Annotated[int, Field(gt=0, le=2**24)] = 1024
-    """Samples per stripe: the unit of reading and shuffling. A smaller corpus is one stripe."""
+    """Samples per stripe, the unit of reading and shuffling. A smaller corpus is one stripe."""
     stripes_per_shard: Annotated[int, Field(gt=0, le=2**20)] = 64
     """Stripes per file."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Seed of the stored order."""
     held_out: Annotated[float, Field(gt=0, lt=1)] | tuple[SourceConfig, ...] | None = None
-    """Evaluation data, a data set of its own in `held_out/`: a fraction of the documents, chosen
-    by a hash of their text, so that equal documents stay on one side; or sources."""
+    """Evaluation data, stored as a separate data set in `held_out/`: a share of the documents,
+    chosen by a hash of their text so that equal documents stay together, or sources."""
     bad_documents: Literal["fail", "skip"] = "fail"
-    """fail: name all documents that cannot be read, and stop. skip: leave them out, and count
-    them. Pipes, devices and broken links in folders are such documents, and so is, as a whole, a
-    file, or member of an archive, that is no text or cannot be read to its end."""
+    """Action on unreadable documents. fail: name all of them and stop. skip: leave them out and
+    count them. These are pipes, devices and broken links in folders, and whole files or archive
+    members that are not text or cannot be read to the end."""
     filters: Annotated[tuple[FilterConfig, ...], Field(max_length=256)] = ()
-    """Documents that do not pass one of these are left out, and counted by filter."""
+    """Filters that every document must pass. Rejected documents are counted by filter."""
     deduplication: DeduplicationConfig | None = None
-    """Documents that are there already are left out, and counted. Default: all are kept."""
+    """Removal of duplicate documents, which are counted. Default: keep all."""
     max_document_bytes: Annotated[int, Field(gt=0, le=2**50)] = 64 * 2**20
-    """A longer document is an error: every worker holds at least one document in memory."""
+    """Maximum bytes of a document; a longer one is an error. Every worker holds at least one
+    document in memory."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -16,20 +16,22 @@ class CheckpointConfig(Config):
     """Interval and retention of checkpoints."""
 
     every: Annotated[int, Field(gt=0, le=10**9)] = 500
-    """Steps from one checkpoint to the next."""
+    """Steps between checkpoints."""
     keep_last: Annotated[int, Field(gt=0, le=10**6)] = 2
-    """The newest checkpoints that stay; with more than one, a damaged one can be done without."""
+    """Number of newest checkpoints to keep. With 2 or more, the run can resume if the newest one is
+    damaged."""
     keep_best: bool = True
-    """Keeps the checkpoint with the smallest evaluation loss too, however old it is. Checkpoints of
-    steps that were evaluated compete: make `every` a multiple of `evaluation.every`."""
+    """Whether to also keep the checkpoint with the smallest evaluation loss. Only steps with an
+    evaluation compete, so make `every` a multiple of `evaluation.every`."""
     hot_steps: Annotated[int, Field(ge=0, le=10**9)] = 20
-    """Most steps that a lost worker costs: a copy of the state goes into the memory of other
-    processes twice in so many steps; on GPUs more often, where that costs little. Those that take
-    seconds longer are not waited for, and cost more. 0: no such copies."""
+    """Maximum number of steps to repeat after the loss of a worker. In-memory checkpoints are made
+    twice in this many steps, and on GPUs more often if they cost little. One that takes more than 5
+    s delays the next, so that more steps are lost. 0: no in-memory checkpoints."""
     hot_bytes: Annotated[int, Field(gt=0, le=2**50)] = 16 * 2**30
-    """Most memory that those copies may take on a node. A state that needs more has none."""
+    """Maximum memory of in-memory checkpoints on a node, in bytes. A larger state has no in-memory
+    checkpoints."""
     grace_seconds: Annotated[float, Field(gt=0, le=1e9)] = 60.0
-    """How long a planned change (a resize, a drain, Ctrl-C) waits for its checkpoint."""
+    """Seconds that a planned change (resize, drain, Ctrl-C) waits for its checkpoint."""
 
     @property
     def hot_every(self) -> int:
