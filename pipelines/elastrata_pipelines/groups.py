@@ -20,7 +20,7 @@ class BatchSizeWarmup(BaseModel):
     steps: Annotated[int, Field(gt=0, le=10**9)]
     """Number of steps before the first one of full size."""
     multiple: Annotated[int, Field(gt=0, le=2**24)] = 1
-    """Granularity of growth, in samples: sizes differ from `start` by a multiple of this."""
+    """Sizes are `start` plus multiples of this many samples."""
 
 
 def batch_size_at(step: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:

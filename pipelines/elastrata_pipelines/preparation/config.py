@@ -31,27 +31,24 @@ class SourceConfig(ConfigPart):
         Field(min_length=1),
         WithJsonSchema(_PATHS_SCHEMA),
     ]
-    """Files, folders (all regular files below them that are not hidden) or globs; local, URLs such
-    as `s3://bucket/folder`, or `hf://datasets/NAME/folder` of the Hugging Face Hub. Compressed
-    files (.gz, .bz2, .xz, .zst) are decompressed; each member of a tar archive (.tar, .tgz,
-    .tar.xz, a .xz that holds one) is read like a file of its name."""
+    """Files, folders (all regular, non-hidden files below them) or globs: local, URLs such as
+    `s3://bucket/folder`, or `hf://datasets/NAME/folder` (Hugging Face Hub). Compressed files (.gz,
+    .bz2, .xz, .zst) are decompressed; members of tar archives (.tar, .tgz, .tar.xz, a .xz that
+    holds one) are read like files of their names."""
     name: str | None = None
-    """Name of the source, which is part of every sample's identity. Must be unique. Default:
-    `source-<number>`."""
+    """Unique name, a part of every sample's identity. Default: `source-<number>`."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """File format. auto: by the extension; files other than .jsonl, .ndjson, .json and .parquet are
-    text. An HTML page without an HTML extension is refused unless the format is text."""
+    """File format. auto: by the extension (.jsonl, .ndjson, .json, .parquet; others are text). HTML
+    pages without an HTML extension are refused unless this is text."""
     text_field: str = "text"
     """Field (JSON Lines) or column (Parquet) that contains the text."""
     documents: Literal["file", "line", "paragraph"] = "file"
-    """Extent of a document in a text file: the whole file, a line, or a paragraph between blank
-    lines."""
+    """Documents of a text file: the whole file, its lines, or paragraphs between blank lines."""
     document_start: Annotated[str, Field(max_length=1000)] | None = None
-    """Regular expression for text files; a line that it matches at the start begins a new document.
-    Replaces `documents`."""
+    """Text files: regular expression, matched at the start of lines, for lines that begin a
+    document. Replaces `documents`."""
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """Number of copies of each document. The fraction is the share of documents with one more
-    copy."""
+    """Copies of each document; the fraction is the share of documents with one more copy."""
 
     @field_validator("paths", mode="before")
     @classmethod
@@ -75,11 +72,11 @@ class TokenizerConfig(ConfigPart):
     only_with: ClassVar = {"lowercase": ("train", "wordpiece")}
 
     load: Annotated[str, Field(min_length=1)] | None = None
-    """Folder of a transformers tokenizer or its tokenizer.json, local or URL, or its name in the
+    """Folder or tokenizer.json of a transformers tokenizer, local or URL, or its name in the
     hub."""
     train: Literal["wordpiece", "bpe"] | None = None
-    """Kind of tokenizer to train on the corpus, without its held-out documents. wordpiece: BERT's,
-    with [CLS] and [SEP] around samples. bpe: GPT-2's, on bytes."""
+    """Kind of tokenizer to train on the corpus, except held-out documents. wordpiece: BERT's, with
+    [CLS] and [SEP] around samples. bpe: GPT-2's, on bytes."""
     vocab_size: Annotated[int, Field(ge=300, le=2**24)] = 8192
     """train: number of ids, special tokens included. Short texts may yield fewer."""
     lowercase: bool = False
@@ -87,8 +84,8 @@ class TokenizerConfig(ConfigPart):
     max_bytes: Annotated[int, Field(gt=0, le=2**50)] = 64 * 2**20
     """train: maximum bytes of text to train on, chosen by hash."""
     sources: tuple[SourceConfig, ...] = ()
-    """train: text to train on. Default: the data set's sources; for a mixture, those of all its
-    data sets."""
+    """train: text to train on. Default: the data set's sources; in a mixture, those of all data
+    sets."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -115,15 +112,14 @@ class PrepareConfig(ConfigPart):
     seq_len: Annotated[int, Field(ge=8, le=2**20)]
     """Maximum tokens per sample, special tokens included."""
     packing: Literal["none", "concat", "best_fit"] = "none"
-    """Packing of documents into samples. none: a sample is a document or a part of one. concat:
-    documents are concatenated and cut every seq_len tokens. best_fit: documents are cut only if
-    longer than seq_len, then packed best-fit decreasing. Boundaries are stored, so that attention
-    can respect them."""
+    """none: a sample is (a part of) one document. concat: concatenate documents and cut every
+    seq_len tokens. best_fit: cut only documents longer than seq_len, then pack best-fit decreasing.
+    Stored boundaries let attention respect documents."""
     pairs: bool = False
     """Whether to make sentence pairs for next-sentence prediction, half of them random. Needs
     `packing: none`."""
     min_tokens: Annotated[int, Field(gt=0, le=2**20)] = 1
-    """Minimum tokens, without special ones, of a sample (packed: of a piece of a document). Shorter
+    """Minimum tokens of a sample (packed: of a piece of a document), without special ones. Shorter
     ones are dropped."""
     stripe_size: Annotated[int, Field(gt=0, le=2**24)] = 1024
     """Samples per stripe, the unit of reading and shuffling. A smaller corpus is one stripe."""
@@ -132,19 +128,19 @@ class PrepareConfig(ConfigPart):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Seed of the stored order."""
     held_out: Annotated[float, Field(gt=0, lt=1)] | tuple[SourceConfig, ...] | None = None
-    """Evaluation data, stored as a separate data set in `held_out/`: a share of the documents,
-    chosen by a hash of their text so that equal documents stay together, or sources."""
+    """Evaluation data, a separate data set in `held_out/`: sources, or a share of the documents,
+    chosen by a hash of their text so that equal documents stay together."""
     bad_documents: Literal["fail", "skip"] = "fail"
-    """Action on unreadable documents. fail: name all of them and stop. skip: leave them out and
-    count them. These are pipes, devices and broken links in folders, and whole files or archive
-    members that are not text or cannot be read to the end."""
+    """Action on unreadable documents. fail: name all and stop. skip: leave out and count. Pipes,
+    devices and broken links in folders are unreadable, too; a file or archive member that is not
+    text or cannot be read to its end counts as one unreadable document."""
     filters: Annotated[tuple[FilterConfig, ...], Field(max_length=256)] = ()
     """Filters that every document must pass. Rejected documents are counted by filter."""
     deduplication: DeduplicationConfig | None = None
     """Removal of duplicate documents, which are counted. Default: keep all."""
     max_document_bytes: Annotated[int, Field(gt=0, le=2**50)] = 64 * 2**20
-    """Maximum bytes of a document; a longer one is an error. Every worker holds at least one
-    document in memory."""
+    """Maximum bytes of a document; larger ones are errors, because workers hold whole documents in
+    memory."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -41,14 +41,14 @@ class DeduplicationConfig(ConfigPart):
     }
 
     method: Literal["exact", "near"] = "exact"
-    """exact: remove documents that equal an earlier one except for case, white space and forms of
-    the same letter (Unicode's NFKC). near: also those that share most word sequences with an
-    earlier one, by MinHash; needs rensa."""
+    """exact: remove documents equal to an earlier one except for case, white space and forms of the
+    same letter (Unicode's NFKC). near: also those that share most word sequences with an earlier
+    one, by MinHash; needs rensa."""
     similarity: Annotated[float, Field(ge=0.5, le=1)] = 0.8
-    """near: minimum similarity for removal: word sequences in both documents as a share of those in
-    either, estimated from 128 hashes."""
+    """near: minimum similarity for removing the later document: word sequences in both as a share
+    of those in either; estimated from 128 hashes."""
     words: Annotated[int, Field(gt=0, le=100)] = 5
-    """near: number of words in a sequence."""
+    """near: words per sequence."""
 
     @model_validator(mode="after")
     def _only_with_near(self) -> Self:

@@ -38,12 +38,12 @@ class FilterConfig(ConfigPart):
     max_characters: Annotated[int, Field(gt=0, le=2**50)] | None = None
     """Maximum length of a document, in characters."""
     expression: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
-    """Python expression of `text` that is true for documents to keep, such as `text.count("\\n") >
-    3`. It may use `re`, `len`, `min`, `max`, `sum`, `any`, `all`, `sorted`, `set`, `abs`, `round`,
-    `int`, `float` and `str`."""
+    """Python expression of `text` that is true for documents to keep: `text.count("\\n") > 3`. It
+    may use `re`, `len`, `min`, `max`, `sum`, `any`, `all`, `sorted`, `set`, `abs`, `round`, `int`,
+    `float` and `str`."""
     function: Annotated[str, Field(min_length=1, max_length=100)] | None = None
-    """Name of an entry point in the group `elastrata.filters` of an installed package: a function
-    that returns whether to keep a document's text, and always the same for the same text."""
+    """Entry point in the group `elastrata.filters` of an installed package: a deterministic
+    function that returns whether to keep a document's text."""
     sources: tuple[str, ...] = ()
     """Names of the sources to filter. Default: all."""
 

@@ -18,18 +18,17 @@ class CheckpointConfig(Config):
     every: Annotated[int, Field(gt=0, le=10**9)] = 500
     """Steps between checkpoints."""
     keep_last: Annotated[int, Field(gt=0, le=10**6)] = 2
-    """Number of newest checkpoints to keep. With 2 or more, the run can resume if the newest one is
+    """Number of newest checkpoints to keep. 2 or more: the run can resume if the newest is
     damaged."""
     keep_best: bool = True
-    """Whether to also keep the checkpoint with the smallest evaluation loss. Only steps with an
-    evaluation compete, so make `every` a multiple of `evaluation.every`."""
+    """Whether to also keep the checkpoint with the smallest evaluation loss. Only evaluated steps
+    compete: make `every` a multiple of `evaluation.every`."""
     hot_steps: Annotated[int, Field(ge=0, le=10**9)] = 20
-    """Maximum number of steps to repeat after the loss of a worker. In-memory checkpoints are made
-    twice in this many steps, and on GPUs more often if they cost little. One that takes more than 5
-    s delays the next, so that more steps are lost. 0: no in-memory checkpoints."""
+    """Maximum steps lost with a worker; 0: no in-memory checkpoints. They are made twice in this
+    many steps, on GPUs more often if cheap. If one is over 5 s late, the next is skipped, which
+    costs more steps."""
     hot_bytes: Annotated[int, Field(gt=0, le=2**50)] = 16 * 2**30
-    """Maximum memory of in-memory checkpoints on a node, in bytes. A larger state has no in-memory
-    checkpoints."""
+    """Maximum bytes of in-memory checkpoints per node. A larger state has none."""
     grace_seconds: Annotated[float, Field(gt=0, le=1e9)] = 60.0
     """Seconds that a planned change (resize, drain, Ctrl-C) waits for its checkpoint."""
 

@@ -18,7 +18,7 @@ class AdamWConfig(OptimizerKeys):
     """AdamW, the default."""
     fused: bool = True
     """Whether one kernel performs the whole update, the fastest way. It rounds the last few
-    elements of a tensor differently, so `parallel.virtual_ranks` needs false."""
+    elements of a tensor differently: `parallel.virtual_ranks` needs false."""
 
     def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:
         """Return two groups: weights, which decay, and biases and norms, which do not."""

@@ -87,9 +87,9 @@ class OptimizerKeys(Config):
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     """Decay per step of the running means of the gradient and of its square."""
     eps: Positive = 1e-6
-    """Number added to the square root of the second moment."""
+    """Number added to the root of the second moment."""
     weight_decay: NotNegative = 0.01
-    """Share of lr * weight that each step subtracts. Biases and norms do not decay."""
+    """Share of lr * weight subtracted per step, except from biases and norms."""
 
     @abstractmethod
     def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:

@@ -47,59 +47,58 @@ class ParallelConfig(Config):
 
     replicate: Workers | Literal["all"] = 1
     """Number of copies of the model (HSDP), each sharded over workers / replicate. 1: FSDP. all: a
-    whole copy on every worker, which sends gradients but no parameters. With `tensor`, each group
-    of that many workers counts as one."""
+    copy per worker, which sends gradients but no parameters. With `tensor`, a group of that many
+    workers counts as one."""
     tensor: Workers = 1
-    """Number of workers that compute every sample together (tensor parallelism): each holds and
-    applies its part of every matrix. They communicate in every block, so they belong on one
-    machine. Must divide the model's heads."""
+    """Workers that compute every sample together, each with its part of every matrix (tensor
+    parallelism). They communicate in every block, so they belong on one machine. Must divide the
+    model's heads."""
     sequence: bool = False
-    """With `tensor`, whether to also divide the tokens between the matrices. Activations take less
-    memory, for messages of the same size."""
+    """With `tensor`, whether to also divide the tokens between the matrices: less memory for
+    activations, messages of the same size."""
     pipeline: Workers = 1
-    """Number of consecutive parts of the model's blocks, each on a worker or a group of `tensor`
-    workers (pipeline parallelism). Each sends the activations of a micro-batch to the next. The
-    messages are small; workers are idle at the start and the end of every step (the bubble)."""
+    """Number of workers, or groups of `tensor` workers, that the model's blocks are divided over
+    (pipeline parallelism). Each sends a micro-batch's activations to the next. Messages are small;
+    workers idle at the start and end of every step (the bubble)."""
     virtual_stages: Annotated[int, Field(gt=0, le=10_000)] = 1
-    """With `pipeline`, number of stages of the model per worker. More stages shorten the bubble,
-    for more messages. Needs `schedule: interleaved_1f1b` or `zero_bubble`."""
+    """With `pipeline`, stages of the model per worker. More stages: a shorter bubble, more
+    messages. Needs `schedule: interleaved_1f1b` or `zero_bubble`."""
     stage_speeds: Annotated[
         tuple[Annotated[float, Field(gt=0, le=1e6)], ...] | None, Field(max_length=10_000)
     ] = None
-    """With `pipeline`, relative speeds of its workers, such as `[1, 0.5]`: a slower one has fewer
-    blocks. Workers are sorted by the peak FLOP/s of their GPUs, descending if the first number is
-    at least the last, else ascending. Default: equal speeds."""
+    """With `pipeline`, relative speeds of its workers, such as `[1, 0.5]`: slower ones have fewer
+    blocks. Workers are sorted by their GPUs' peak FLOP/s, descending if the first number is at
+    least the last, else ascending. Default: equal."""
     schedule: Schedule = "1f1b"
     """With `pipeline`, order of the work. gpipe: all micro-batches forward, then all backward.
-    1f1b: alternating, which keeps the activations of fewer micro-batches. interleaved_1f1b: the
-    same with `virtual_stages`. zero_bubble: gradients of weights fill the bubble."""
+    1f1b: alternating, with activations of fewer micro-batches in memory. interleaved_1f1b: the same
+    with `virtual_stages`. zero_bubble: gradients of weights fill the bubble."""
     micro_batches: Annotated[int, Field(gt=0, le=2**20)] | None = None
-    """With `pipeline`, number of micro-batches in a worker's part of a step, or a divisor of it:
-    the smallest multiple that `micro_batch_tokens` allows is used. Must be a multiple of
-    `pipeline`, which is the default. More micro-batches shorten the bubble."""
+    """With `pipeline`, a worker's part of a step has a multiple of this many micro-batches, as few
+    as `micro_batch_tokens` allows. Must be a multiple of `pipeline`, the default. More
+    micro-batches shorten the bubble."""
     reshard_after_forward: bool = True
-    """Whether to free a block's gathered parameters after its forward pass and gather them again
-    for its backward pass. false: gather them once per step, with memory for one more copy of the
-    model. Has no effect if every worker has a whole copy."""
+    """Whether to free a block's gathered parameters between its forward and backward pass. false:
+    gather them once per step, with memory for one more copy of the model. No effect if each worker
+    has a whole copy."""
     gradient_sync: GradientSync | Literal["auto"] = "step"
-    """When gradients are summed over the workers. step: once; each worker accumulates the whole
-    gradient, in 4 bytes per parameter (with `tensor`, of its part). micro_batch: after every
-    micro-batch; each worker accumulates only its shard, for more messages. auto: chosen by the plan
-    and the first steps, as with `micro_batch_tokens`."""
+    """When gradients are summed over workers. step: once; each worker accumulates a whole gradient
+    of 4 bytes per parameter (with `tensor`, of its part). micro_batch: after each micro-batch;
+    workers accumulate only their shards, but send more. auto: chosen like `micro_batch_tokens`."""
     reduce_dtype: Precision = "fp32"
-    """Number format of gradients in messages. bf16: half the bytes, each part rounded to 8 bits;
+    """Number format of gradients in messages. bf16: half the bytes, rounded to 8 bits;
     accumulation, clipping and update stay in fp32."""
     prefetch: Annotated[int, Field(gt=0, le=10_000)] | None = None
     """Number of blocks whose parameters are gathered ahead. Default: one, as in FSDP2."""
     overlap_on_cpu: bool = False
-    """Whether gathering parameters and summing gradients overlap with computation on CPUs, too.
-    FSDP2 waits for each message on CPUs, never on GPUs."""
+    """Whether communication overlaps with computation on CPUs, too. FSDP2 waits for each message
+    there, never on GPUs."""
     virtual_ranks: Workers | None = None
-    """Number of parts of every global batch, at any number of workers. Gradients are added in the
-    order of the parts, so losses are equal to the bit at any number of workers (with `tensor`, of
-    groups of that many), for one reduction per part. Best balanced as a multiple of all numbers of
-    workers. Needs `workers.threads`, because sums inside an operator depend on its threads, and
-    AdamW with `optimizer.fused: false`."""
+    """Number of parts of every global batch. Gradients are added in the order of the parts, one
+    reduction each, so losses are equal to the bit at any number of workers (with `tensor`, of
+    groups of that many); a multiple of all numbers of workers is balanced best. Needs
+    `workers.threads`, because sums in an operator depend on its threads, and AdamW with
+    `optimizer.fused: false`."""
 
     @property
     def group_size(self) -> int:

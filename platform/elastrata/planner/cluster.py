@@ -56,8 +56,7 @@ class ClusterConfig(Config):
     link_gb_per_second: Amount | None = None
     """Bandwidth per device and direction inside a node, in GB/s. Default: from the data sheet."""
     memory_gb: Amount | None = None
-    """Memory per device, in GB. Default: the part of the data sheet's memory that PyTorch can
-    use."""
+    """Memory per device, in GB. Default: what PyTorch sees of the data sheet's."""
     peak_tflops: Amount | None = None
     """Peak TFLOP/s of dense matrix products per device. Default: from the data sheet."""
     price: Amount | None = None

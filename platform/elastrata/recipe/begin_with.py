@@ -24,20 +24,19 @@ class BeginConfig(Config):
     """Initial weights of a run. A plain text stands for `weights` alone."""
 
     weights: Annotated[str, Field(min_length=1)]
-    """Folder or URL of another run or of a transformers model, or the model's name in the hub.
-    `runs/first@12000` is the checkpoint of that step and `@best` that of the smallest evaluation
-    loss; default: the newest. For a hub model, `@` names a revision."""
+    """Folder or URL of a run or a transformers model, or a model's name in the hub.
+    `runs/first@12000` is the checkpoint of that step, `@best` the one with the smallest evaluation
+    loss; default: the newest. In the hub, `@` selects a revision."""
     optimizer: bool = False
-    """Whether to also load the optimizer's state, from another run's checkpoint. The schedule is
-    the recipe's, from its first step."""
+    """Whether to also load the optimizer's state of another run's checkpoint. The schedule is the
+    recipe's, from its first step."""
     extend_vocabulary: bool = False
-    """Whether the data set's tokenizer may extend that of the weights. Embeddings of new token ids,
-    which must follow the old ones, are initialised at random. false: such a tokenizer is
-    refused."""
+    """Whether the data set's tokenizer may have more token ids, after those of the weights; their
+    embeddings are initialised at random. false: refused."""
 
     may_differ: tuple[str, ...] = ()
-    """Keys of the workload that may differ from the values that the weights were trained with, such
-    as a rotary base for longer samples. Keys that change a tensor's shape may not."""
+    """Workload keys that may differ from those that the weights were trained with, such as a rotary
+    base for longer samples. Keys that change a tensor's shape may not."""
 
     @property
     def place(self) -> str:

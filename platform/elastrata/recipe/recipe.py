@@ -46,11 +46,9 @@ class MixedSource(Config):
     path: Annotated[str, Field(min_length=1)] | None = None
     """Folder or URL of the data set. Default: the folder of that name in `data.path`."""
     weight: Weight = 1.0
-    """Share of the source relative to the others: weights 3 and 1 are three quarters and one
-    quarter. 0: not used."""
+    """Relative share of the source: 3 and 1 are three quarters and one quarter. 0: unused."""
     final_weight: Weight | None = None
-    """Relative share at the end of the phase. Shares change linearly with the samples. Default:
-    `weight`."""
+    """Relative share at the end of the phase, reached linearly. Default: `weight`."""
     max_epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Maximum passes over the source in the whole run; see `data.when_exhausted`. Default: no
     limit."""
@@ -60,21 +58,21 @@ class DataConfig(Config):
     """Training data."""
 
     path: Annotated[str, Field(min_length=1)]
-    """Folder or URL of a data set prepared by `elastrata prepare`. With `sources`: of the folder
-    that contains their data sets."""
+    """Folder or URL of a data set written by `elastrata prepare`; with `sources`, of the folder
+    that contains them."""
     sources: Annotated[tuple[MixedSource, ...], Field(max_length=256)] = ()
-    """Prepared data sets that are mixed during training; they must share one tokenizer. Default:
-    the one data set at `path`."""
+    """Prepared data sets to mix during training; all have one tokenizer. Default: the data set at
+    `path`."""
     weight_by: Literal["tokens", "samples"] = "tokens"
-    """Unit of the weights. tokens: a source with longer samples contributes fewer of them."""
+    """Unit of the weights. tokens: sources with longer samples contribute fewer samples."""
     when_exhausted: Literal["error", "redistribute"] = "error"
-    """Action if a source would exceed its `max_epochs`. error: the run does not start.
-    redistribute: its share goes to the other sources, in proportion to theirs."""
+    """Action if a source would exceed its `max_epochs`. error: refuse to start. redistribute: its
+    share goes to the others, in proportion to theirs."""
     prepare: PrepareConfig | None = None
-    """Configuration of `elastrata prepare`. Training does not need it."""
+    """Configuration of `elastrata prepare`; not needed for training."""
     window_stripes: Annotated[int, Field(gt=0, le=2**20)] = 8
-    """Number of stripes of each source that are shuffled together. More stripes make batches more
-    random and reading costlier."""
+    """Stripes of each source that are shuffled together. More: batches are more random, reading is
+    costlier."""
 
     @model_validator(mode="after")
     def _only_with_sources(self) -> Self:
@@ -158,17 +156,17 @@ class PhaseKeys(Config):
     steps: Annotated[int, Field(gt=0, le=10**9)] | None = None
     """Length in optimizer steps. Either this, `epochs` or `tokens`."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Length in passes over the data set, instead of `steps`; converted to steps when the run
-    starts. Not for mixtures, whose sources have different lengths."""
+    """Length in passes over the data set, converted to steps when the run starts. Not for mixtures,
+    in which each source has its own."""
     tokens: Annotated[int, Field(gt=0, lt=2**62)] | None = None
-    """Length in tokens, instead of `steps`; converted to steps by the mean length of a sample."""
+    """Length in tokens, converted to steps by the mean length of a sample."""
     batch_size: Annotated[int, Field(gt=0, le=2**24)]
     """Samples per step, over all workers."""
     batch_size_warmup: BatchSizeWarmup | None = None
     """Smaller batches in the first steps. Does not affect the learning rate."""
     micro_batch_tokens: Annotated[int, Field(gt=0, le=2**30)] | Literal["auto"] = 8192
-    """Maximum tokens per worker and forward pass. auto: the fastest value that fits into memory,
-    chosen by the plan (`elastrata plan`) and corrected by measurements in the first steps."""
+    """Maximum tokens per worker and forward pass. auto: the fastest that fits into memory, by the
+    plan (`elastrata plan`) and measurements in the first steps."""
     optimizer: OptimizerConfig
     """Optimizer and its settings."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -260,51 +258,49 @@ class WorkersConfig(Config):
     """Number and resources of the workers, and the handling of lost and slow ones."""
 
     min: Workers = 1
-    """Minimum number of workers; the run waits until they are available."""
+    """Minimum number of workers; the run waits for them."""
     max: Workers | Literal["auto"] = 1
-    """Maximum number of workers; the run starts with up to this many and continues with fewer, down
-    to `min`. auto: one per GPU in the cluster when the run starts or, without GPUs, one per two
-    CPUs."""
+    """Maximum number of workers. The run starts with up to this many and continues with fewer, down
+    to `min`. auto: one per GPU of the cluster at the start or, without GPUs, one per two CPUs."""
     cpus: Annotated[float, Field(gt=0, le=10_000)] = 0.5
     """Logical CPUs that each worker reserves from Ray. Leave some for reading the data."""
     gpus: Annotated[int, Field(ge=0, le=1000)] | Literal["auto"] = "auto"
-    """GPUs that each worker reserves. NCCL needs a whole one per worker. auto: 1 if the cluster has
-    GPUs, else 0."""
+    """GPUs that each worker reserves; NCCL needs a whole one. auto: 1 if the cluster has GPUs, else
+    0."""
     max_failures: Annotated[int, Field(ge=-1, le=10**9)] = 8
-    """Number of lost workers after which the next loss ends the run; -1: no limit."""
+    """Maximum worker losses that the run survives; -1: no limit."""
     resize_seconds: Annotated[float, Field(ge=0, le=1e9)] = 60.0
-    """Seconds between checks whether the run can use more workers."""
+    """Seconds between checks for room for more workers."""
     spares: bool = True
-    """Whether to keep an idle process with finished imports for every worker, so that the next
-    group starts seconds faster. Takes about 0.5 GB of memory each, and 1 GB on the driver's node. A
-    node with less than twice that free keeps none."""
+    """Whether to keep an idle process with finished imports per worker, so that the next group
+    starts seconds faster. Each takes about 0.5 GB, plus 1 GB on the driver's node; nodes with less
+    than twice that free keep none."""
     stay: bool = True
-    """Whether workers keep their processes, imports and compiled code when other workers are lost,
-    added or removed. false: all workers are restarted."""
+    """Whether workers keep their processes, imports and compiled code when others are lost, added
+    or removed. false: restart all."""
     hang_seconds: Annotated[float, Field(gt=0, le=1e9)] = 600.0
     """Seconds without a finished step, evaluation or checkpoint after which workers are killed and
     replaced."""
     threads: Annotated[int, Field(gt=0, le=10_000)] | None = None
-    """CPU threads of PyTorch per worker. Default: the machine's cores divided by its workers."""
+    """PyTorch's CPU threads per worker. Default: the machine's cores divided by its workers."""
     memory_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Maximum memory per worker that `auto` assumes, in GB. Default: the free memory of its GPU or,
-    without one, an equal share of its machine's free memory."""
+    """Maximum GB per worker that `auto` uses. Default: the free memory of its GPU or, without one,
+    an equal share of its machine's."""
 
     speeds: Literal["equal", "measured"] | dict[str, Speed] = "equal"
     """Relative speeds of workers; faster ones get more of every batch, whose samples stay the same.
-    equal: no differences. measured: measured throughout the run. A mapping from nodes (host,
-    address or id), node groups or devices (A100, CPU) to factors: 0.5 is half the speed of unnamed
-    ones."""
+    measured: measured throughout the run. A mapping from nodes (host, address or id), node groups
+    or devices (A100, CPU) gives factors: 0.5 is half the speed of unnamed ones."""
 
     exclude_slower_than: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Minimum speed of a worker, as a share of that of other workers with the same kind of device.
-    A node with a slower worker is left out from the next resize or failure on, if other nodes have
-    room for `min` workers. Default: no limit."""
+    """Minimum speed of a worker relative to others with the same kind of device. Nodes with slower
+    ones are left out from the next resize or failure on, if `min` workers have room elsewhere.
+    Default: no limit."""
 
     micro_batch_tokens: dict[str, Tokens] = Field(default_factory=dict)
     """Maximum tokens per micro-batch on nodes (host, address or id), node groups or devices (T4)
     with less memory. Others use the recipe's `micro_batch_tokens` or, if that is auto, the value
-    found for their kind of device. All workers have the same number of micro-batches."""
+    for their kind of device. All workers have equal numbers of micro-batches."""
 
     @model_validator(mode="after")
     def _ordered(self) -> WorkersConfig:
@@ -328,38 +324,37 @@ class Recipe(PhaseKeys):
     """A training run, from text to model, in one or several phases."""
 
     name: str | None = None
-    """Name of the run and its folder; a run of the same name is resumed. Default: the recipe file's
-    name, or `bert-tiny` for the recipe `bert/tiny`."""
+    """Name of the run and its folder; an existing run is resumed. Default: the recipe file's name,
+    or `bert-tiny` for the recipe `bert/tiny`."""
     workload: Annotated[SerializeAsAny[Workload], BeforeValidator(_validate_workload)]
     """Model and objective; `name` selects an installed workload. Optional with `begin_with`, which
-    then determines the model."""
+    determines the model."""
     begin_with: BeginWith | None = None
-    """Initial weights: those of another run, of the hub, or of a folder written by transformers or
-    `elastrata export`. Default: initialised at random."""
+    """Initial weights from another run, the hub, or a folder written by transformers or `elastrata
+    export`. Default: initialised at random."""
     phases: Annotated[tuple[Phase, ...], Field(max_length=1000)] = ()
-    """Consecutive parts of the run, each with the keys that differ from the rest of the recipe.
-    Model, optimizer state, history and progress carry over."""
+    """Consecutive parts of the run, each with the keys in which it differs from the recipe. Model,
+    optimizer state, history and progress carry over."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    """Seed of the initial weights, the order of samples, and random choices for each sample."""
+    """Seed of initial weights, sample order, and random choices per sample."""
     target: TargetConfig | None = None
-    """Target metric that ends the run before its last step. Default: no target."""
+    """Target metric that ends the run early. Default: none."""
     clip: ClipConfig = ClipConfig()
     """Gradient clipping."""
     average: AverageConfig | None = None
-    """Average of the weights, kept in addition to them. Default: no average."""
+    """Average of the weights, kept in addition to them. Default: none."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action if the loss or gradient is NaN or infinite. stop: end the run. skip: leave the batch
-    out, record it in the history, and continue."""
+    out and record it in the history."""
     precision: Precision = "fp32"
-    """Precision of the computation. bf16: parameters are gathered and used in bfloat16, but stored
-    and updated in fp32."""
+    """Precision of the computation. bf16: gather and use parameters in bfloat16, but store and
+    update them in fp32."""
     activation_checkpointing: Recomputation | Literal["auto"] = "none"
-    """Recomputation in the backward pass, which does not change the result. full: each block keeps
-    only its input, for the least memory. selective: it also keeps the results of attention and of
-    every second matrix product. auto: chosen by the plan and the first steps, as with
-    `micro_batch_tokens`."""
+    """Recomputation in the backward pass; results are the same. full: blocks keep only their
+    inputs, for the least memory. selective: they also keep the results of attention and every
+    second matrix product. auto: chosen like `micro_batch_tokens`."""
     compile: bool = False
-    """Whether to compile every block with torch.compile."""
+    """Whether to compile blocks with torch.compile."""
     parallel: ParallelConfig = ParallelConfig()
     """Distribution of the model over the workers."""
     workers: WorkersConfig = WorkersConfig()
@@ -369,9 +364,9 @@ class Recipe(PhaseKeys):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Interval and retention of checkpoints."""
     tracking: TrackingConfig = TrackingConfig()
-    """Tracking in MLflow."""
+    """Tracking of the run in MLflow."""
     storage: Annotated[str, Field(min_length=1)] = "runs"
-    """Folder or URL that contains a folder for every run."""
+    """Folder or URL that contains a folder for each run."""
 
     @model_validator(mode="before")
     @classmethod

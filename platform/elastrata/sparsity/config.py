@@ -23,15 +23,15 @@ class SparsityKeys(Config):
     """Name of the method; each has further keys."""
     layers: Patterns = ("*",)
     """Names or patterns of the sparse layers. Default: all matrices of attention and feed-forward;
-    other layers cannot be sparse."""
+    no others can be sparse."""
 
 
 class DrawnKeys(SparsityKeys):
     """Keys of methods with random masks, at least initially."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    """Seed of the masks. Default: the run's. With one seed, the zeros of a lower level are among
-    those of a higher level."""
+    """Seed of the masks. Default: the run's. With one seed, a lower level's zeros are among those
+    of a higher level."""
 
 
 class LayerLevel(Config):
@@ -47,14 +47,13 @@ class LevelKeys(DrawnKeys):
     """Keys of methods with a configurable level."""
 
     level: Level
-    """Share of the weights of all sparse layers that is held at zero."""
+    """Share of the sparse layers' weights that is held at zero."""
     distribution: Literal["uniform", "erdos_renyi"] = "uniform"
-    """Distribution of the level over the layers. uniform: the same level for every layer.
-    erdos_renyi: a layer of m rows and n columns keeps weights in proportion to m + n, so large
-    layers are sparser (Mocanu et al., arXiv 1707.04780); for matrices, the kernel variant (Evci et
-    al., arXiv 1911.11134) is the same."""
+    """Distribution of the level. uniform: the same for every layer. erdos_renyi: layers of m rows
+    and n columns keep weights in proportion to m + n, so large ones are sparser (Mocanu et al.,
+    arXiv 1707.04780); for matrices equal to the kernel variant (Evci et al., arXiv 1911.11134)."""
     levels: Annotated[tuple[LayerLevel, ...], Field(max_length=1000)] = ()
-    """Levels of individual layers. If several entries match a layer, the last one applies."""
+    """Levels of individual layers; if several entries match, the last one applies."""
 
 
 class StaticConfig(LevelKeys):
@@ -68,10 +67,10 @@ class RiglSchedule(Config):
     """Interval and size of the changes of masks."""
 
     every: Annotated[int, Field(gt=0, le=10**9)] = 100
-    """Steps between updates of the masks, counted from the first step of the phase."""
+    """Steps between mask updates, counted from the phase's first step."""
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.3
-    """Share of a layer's nonzero weights that an update at the first step would replace. It falls
-    to 0 at `until` along a half cosine."""
+    """Share of a layer's nonzero weights that the first update would replace. It falls along a half
+    cosine to 0 at `until`."""
 
 
 class RiglConfig(LevelKeys):
@@ -83,7 +82,7 @@ class RiglConfig(LevelKeys):
     schedule: RiglSchedule = RiglSchedule()
     """Interval and size of the updates of masks."""
     until: Annotated[float, Field(gt=0, le=1)] = 0.75
-    """Share of the phase's steps after which masks stay constant."""
+    """Share of the phase's steps after which masks are constant."""
 
 
 class BlockConfig(LevelKeys):
@@ -104,8 +103,8 @@ class TwoFourConfig(DrawnKeys):
     level: Annotated[float, Field(ge=0.5, le=0.5)] = 0.5
     """Share of the weights that is held at zero; always 0.5."""
     kernels: bool = False
-    """Whether forward passes use PyTorch's semi-structured kernels, which skip the zeros, on GPUs
-    that support them. Needs precision bf16. Backward passes stay dense."""
+    """Whether forward passes use PyTorch's semi-structured kernels, which skip zeros, on GPUs that
+    have them. Needs precision bf16. Backward passes stay dense."""
 
 
 class GivenConfig(SparsityKeys):
@@ -114,8 +113,8 @@ class GivenConfig(SparsityKeys):
     method: Literal["given"]
     """Masks from a file."""
     masks: Annotated[str, Field(min_length=1)]
-    """Path or URL of the file that `elastrata export` writes with a sparse model's weights. Layers
-    that are not in the file are dense."""
+    """Path or URL of a file that `elastrata export` writes with a sparse model's weights. Layers
+    not in it are dense."""
 
 
 def _with_default_method(value: Any) -> Any:

@@ -24,11 +24,11 @@ class AverageConfig(Config):
     training."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """Share of the average that each step keeps. In the first steps it is smaller: at most (1 + n)
-    / (10 + n) in step n."""
+    """Share of the average that a step keeps; at most (1 + n) / (10 + n) in step n, so less at
+    first."""
     evaluated: bool = False
-    """Whether evaluations use the average instead of the weights. It then also decides which
-    checkpoint is the best and when the target is reached."""
+    """Whether evaluations, and so the best checkpoint and the target, use the average instead of
+    the weights."""
 
 
 class WeightAverage:

@@ -34,16 +34,15 @@ class ClipConfig(Config):
     only_with: ClassVar = {"scope": ("method", "bucketwise")}
 
     method: Literal["global_norm", "bucketwise", "none"] = "global_norm"
-    """global_norm: scale the whole gradient down if its 2-norm exceeds `max_norm`. bucketwise:
-    scale each bucket (a block, or the remaining parameters) down if it exceeds its part of
-    `max_norm`, during the backward pass, or after it with sparsity, a pipeline or a
-    `parallel.gradient_sync` other than step. none: no clipping."""
+    """global_norm: scale the gradient down if its 2-norm exceeds `max_norm`. bucketwise: scale each
+    bucket (a block, or the rest) down if it exceeds its part of `max_norm`, during the backward
+    pass, or after it with sparsity, a pipeline or `parallel.gradient_sync` other than step."""
     max_norm: Annotated[float, Field(gt=0, le=1e30)] = 1.0
     """Maximum 2-norm of the whole gradient; not used with none."""
     scope: Literal["reduced", "local"] = "reduced"
-    """For bucketwise. reduced: clip the sum over the workers, with the same result at any number of
-    workers. local: clip each worker's part before the sum, without a message; losses then depend on
-    the number of workers."""
+    """For bucketwise. reduced: clip the sum over workers; the same at any number of workers. local:
+    clip each worker's part before the sum, without a message; losses depend on the number of
+    workers."""
 
 
 class Clip(Protocol):

@@ -41,18 +41,18 @@ class EvaluationConfig(Config):
     either: ClassVar = (("every",), ("every_samples",))
 
     every: Annotated[int, Field(gt=0, le=10**9)] | None = 250
-    """Steps between evaluations. The last step always has one."""
+    """Steps between evaluations; the last step always has one."""
     every_samples: Annotated[int, Field(gt=0, le=10**15)] | None = None
-    """Samples between evaluations, instead of `every`. An evaluation follows the first step that
-    reaches a multiple of this number, over all samples of the run."""
+    """Samples between evaluations, instead of `every`. An evaluation follows each step that reaches
+    a multiple of this, over all samples of the run."""
     path: Annotated[str, Field(min_length=1)] | None = None
     """Folder or URL of the held-out data set. Default: `held_out` in `data.path`, as written by
-    `prepare`. Without a held-out data set there is no evaluation."""
+    `prepare`; if missing, there is no evaluation."""
     samples: Annotated[int, Field(gt=0, le=10**12)] = 4096
     """Maximum samples of each set; always the same random choice."""
     sets: Annotated[tuple[NamedSet, ...], Field(max_length=256)] = ()
-    """Additional held-out data sets, each evaluated separately at every evaluation. They need the
-    tokenizer and `seq_len` of the training data."""
+    """Additional held-out data sets, each evaluated separately. Need the tokenizer and `seq_len` of
+    the training data."""
 
     @model_validator(mode="before")
     @classmethod

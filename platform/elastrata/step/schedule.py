@@ -21,12 +21,12 @@ class DecayConfig(Config):
     either: ClassVar = (("steps",), ("ratio",))
 
     shape: Literal["linear", "cosine", "1-sqrt"] = "1-sqrt"
-    """Shape of the decay. 1-sqrt: 1 minus the square root of the finished share of the decay, fast
-    at first (Hägele et al., arXiv 2405.18392)."""
+    """Shape of the decay. 1-sqrt: falls with the square root of its finished share, fast at first
+    (Hägele et al., arXiv 2405.18392)."""
     steps: Annotated[int, Field(gt=0, le=10**9)] | None = None
-    """Length of the decay in steps. Either this or `ratio`."""
+    """Length in steps. Either this or `ratio`."""
     ratio: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Length of the decay as a share of all steps, warm-up included. Default: 0.2."""
+    """Length as a share of all steps, warm-up included. Default: 0.2."""
 
     @model_validator(mode="after")
     def _one_length(self) -> DecayConfig:
@@ -55,26 +55,24 @@ class ScheduleConfig(Config):
     only_with: ClassVar = {"power": ("shape", "polynomial"), "decay": ("shape", "wsd")}
 
     shape: Literal["linear", "cosine", "constant", "polynomial", "wsd"] = "linear"
-    """Shape of the decay until the last step. constant: stays at the peak. polynomial: the
-    remaining share of the steps to the power of `power`. wsd: stays at the peak until a short
-    `decay`."""
+    """Shape of the decay. constant: stays at the peak. polynomial: the remaining share of steps to
+    the power of `power`. wsd: stays at the peak until a short `decay`."""
     power: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Exponent of the shape `polynomial`. 1 equals `linear`; 0.5 stays high for longer."""
     decay: DecayConfig = DecayConfig()
     """Decay at the end of the shape `wsd`."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """Steps of the warm-up; the step after them is the first at the peak."""
+    """Steps of the warm-up; the next step is the first at the peak."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Warm-up as a share of all steps, instead of `warmup_steps`; useful if the data determines the
-    length."""
+    """Warm-up as a share of all steps, instead of `warmup_steps`; for runs whose length depends on
+    the data."""
     warmup_offset: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """Number of `warmup_steps` that count as done before the run, so that it starts in mid
-    warm-up."""
+    """Number of `warmup_steps` that count as done before the run."""
     decay_from: Literal["warmup_end", "first_step"] = "warmup_end"
-    """First step that the decay counts. first_step: it includes the warm-up, so the rate starts its
-    decay below the peak."""
+    """First step of the decay. first_step: the decay includes the warm-up, so it starts below the
+    peak."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Learning rate at the end of the decay, one step after the last, as a share of the peak."""
+    """Learning rate one step after the last, as a share of the peak."""
 
     @model_validator(mode="after")
     def _sane(self) -> ScheduleConfig:

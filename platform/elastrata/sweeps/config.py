@@ -28,19 +28,17 @@ class SweepConfig(Config):
     """Many trials of one recipe, with different values for some of its keys."""
 
     name: str | None = None
-    """Name of the sweep and its folder; a sweep of the same name is resumed. Default: the file's
-    name."""
+    """Name of the sweep and its folder; an existing sweep is resumed. Default: the file's name."""
     recipe: str
     """Recipe to train: a file, or a name such as `bert/tiny`."""
     changes: dict[str, Any] = Field(default_factory=dict)
-    """Values that replace those of the recipe in all trials, by dotted key, such as `steps:
-    400`."""
+    """Values that all trials change in the recipe, by dotted key: `steps: 400`."""
     space: Annotated[dict[str, Domain], Field(min_length=1, max_length=200)]
     """Values to try, by dotted key of the recipe."""
     metric: str = "eval/loss"
     """Evaluation metric by which trials are compared."""
     mode: Literal["min", "max"] = "min"
-    """Whether the smallest (min) or the largest (max) value of the metric is the best."""
+    """Whether the smallest (min) or largest (max) value is the best."""
     searcher: SearcherConfig = RandomConfig()
     """Method that chooses the points."""
     scheduler: SchedulerConfig = NoneConfig()
@@ -48,13 +46,12 @@ class SweepConfig(Config):
     trials: Annotated[int, Field(gt=0, le=10**6)] = 16
     """Number of points to try."""
     concurrency: Annotated[int, Field(gt=0, le=100_000)] | Literal["auto"] = "auto"
-    """Maximum number of concurrent trials. auto: as many as leave a GPU or, without any, a CPU for
-    every worker."""
+    """Concurrent trials. auto: as many as have a GPU or, without any, a CPU per worker."""
     max_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    """Seconds from its launch after which the sweep ends with the best result so far. Default: no
+    """Seconds after its launch at which the sweep ends with the best result so far. Default: no
     limit."""
     max_failures: Annotated[int, Field(ge=0, le=10**6)] = 2
-    """Number of retries of a trial whose process died, from its newest checkpoint."""
+    """Retries of a trial whose process died, from its newest checkpoint."""
     keep: Literal["best", "all"] = "best"
     """Finished trials that keep their checkpoints: the best so far, or all."""
 

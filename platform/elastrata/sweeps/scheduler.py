@@ -35,8 +35,7 @@ class AshaConfig(Config):
     reduction_factor: Annotated[float, Field(gt=1, le=1e6)] = 3.0
     """Ratio of the tokens of consecutive rungs."""
     grace_tokens: Tokens | None = None
-    """Tokens of the first rung. Default: a trial's tokens divided by `reduction_factor` to the
-    power of 3."""
+    """Tokens of the first rung. Default: a trial's tokens / `reduction_factor` ** 3."""
 
 
 class MedianConfig(Config):
@@ -46,7 +45,7 @@ class MedianConfig(Config):
     name: Literal["median"]
     """Median stopping rule."""
     grace_tokens: Tokens | None = None
-    """Tokens before which no trial stops. Default: an eighth of a trial's tokens."""
+    """Tokens before which no trial stops. Default: 1/8 of a trial's."""
     min_trials: Annotated[int, Field(gt=0, le=10**6)] = 3
     """Minimum number of other trials for a median."""
 
@@ -58,9 +57,9 @@ class PbtConfig(Config):
     name: Literal["pbt"]
     """Population based training."""
     interval_tokens: Tokens | None = None
-    """Tokens between comparisons of the trials. Default: an eighth of a trial's tokens."""
+    """Tokens between comparisons. Default: 1/8 of a trial's."""
     quantile: Annotated[float, Field(gt=0, le=0.5)] = 0.25
-    """Share of the trials that count as the worst, and as the best."""
+    """Share of the trials that counts as the worst, and as the best."""
     resample: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Probability that a value is sampled again instead of multiplied by 0.8 or 1.2."""
 

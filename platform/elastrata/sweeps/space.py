@@ -30,8 +30,8 @@ class DomainKeys(Config):
     """Keys that every domain has, and the methods that searchers call."""
 
     when: Conditions = Field(default_factory=dict)
-    """Conditions for the key to have a value: other keys of the space, each with a value or a list
-    of values, such as `{optimizer.name: lamb}`."""
+    """Values of other keys of the space, one or a list each, on which this key depends:
+    `{optimizer.name: lamb}`."""
 
     def problems(self) -> list[str]:
         """Return a line per mistake in the domain, without its key."""

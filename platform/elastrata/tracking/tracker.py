@@ -200,8 +200,8 @@ class TrackingConfig(Config):
     """Tracking of the run in MLflow."""
 
     uri: Annotated[str, Field(min_length=1)] | None = None
-    """Tracking URI of MLflow: `sqlite:///...`, `http(s)://...` or a database URL. Default: a SQLite
-    database `mlflow.db` in the run's storage folder, if that is local."""
+    """MLflow's tracking URI: `sqlite:///...`, `http(s)://...` or a database URL. Default: a SQLite
+    database `mlflow.db` in the run's storage folder, if local."""
     experiment: Annotated[str, Field(min_length=1, max_length=500)] = "elastrata"
     """Name of the MLflow experiment; created if missing."""
 

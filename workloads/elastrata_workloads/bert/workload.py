@@ -39,16 +39,16 @@ class Bert(MaskedTransformer):
     name: Literal["bert"] = "bert"
     """BERT."""
     max_positions: Annotated[int, Field(gt=0, le=2**24)] = 512
-    """Maximum sample length, in tokens: number of rows of the position table."""
+    """Maximum sample length, in tokens: rows of the position table."""
     layer_norm_eps: Small = 1e-12
     """Number added to variances before the square root."""
     qk_norm: bool = False
-    """Whether to normalise queries and keys of every head by a LayerNorm, which keeps attention's
-    logits small at large learning rates (Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023,
-    arXiv 2302.05442). The export is refused, because transformers has no such BERT."""
+    """Whether to apply a LayerNorm to every head's queries and keys, which keeps attention's logits
+    small at large learning rates (Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv
+    2302.05442). transformers has no such BERT, so its export is refused."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability of zeroing a hidden activation (embeddings and residual branches, never attention
-    weights). Default 0: one pass over much text does not overfit."""
+    weights). 0: one pass over much text does not overfit."""
     initializer_range: Small = 0.02
     """Standard deviation of the initial weights."""
     next_sentence: bool = False

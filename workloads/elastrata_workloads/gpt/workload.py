@@ -63,16 +63,14 @@ class Gpt(UnpaddedTransformer):
     """Width of the feed-forward. Default: 4 times `hidden_size`; with swiglu 8/3 times, rounded up
     to a multiple of 256, as in Llama."""
     max_positions: Annotated[int, Field(gt=0, le=2**24)] = 1024
-    """Maximum sample length, in tokens; with learned positions, number of rows of the position
-    table."""
+    """Maximum sample length, in tokens; with learned positions, rows of the position table."""
     positions: Positions = "learned"
-    """Encoding of positions. learned: a table that is added to the embeddings. rotary: rotation of
-    queries and keys."""
+    """learned: a table added to the embeddings. rotary: rotation of queries and keys."""
     rotary_base: Annotated[float, Field(gt=0, le=1e15)] = 10_000.0
     """rotary only: base of the wavelengths; larger for longer samples."""
     activation: Activation = "gelu"
-    """Activation of the feed-forward. gelu: two matrices, with GPT-2's tanh approximation. swiglu:
-    three matrices."""
+    """Activation of the feed-forward. gelu: two matrices, GPT-2's tanh approximation. swiglu: three
+    matrices."""
     norm: Norm = "layer"
     """Normalisation. layer: LayerNorm. rms: RMSNorm."""
     norm_eps: Small = 1e-5
@@ -82,15 +80,14 @@ class Gpt(UnpaddedTransformer):
     tied_embeddings: bool = True
     """Whether the head shares the token embedding's weights."""
     qk_norm: bool = False
-    """Whether to normalise queries and keys of every head, by the same `norm`, which keeps
-    attention's logits small at large learning rates (Henry et al. 2020, arXiv 2010.04245; Dehghani
-    et al. 2023, arXiv 2302.05442). In Llama's style with `bias: false` it is exported as a Qwen3;
-    otherwise the export is refused."""
+    """Whether to apply the `norm` to every head's queries and keys, which keeps attention's logits
+    small at large learning rates (Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv
+    2302.05442). Exported as a Qwen3 in Llama's style with `bias: false`, else refused."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability of zeroing a hidden activation (embeddings and residual branches, never attention
-    weights). Default 0: one pass over much text does not overfit."""
+    weights). 0: one pass over much text does not overfit."""
     initializer_range: Small = 0.02
-    """Standard deviation of the initial weights; divided by the square root of 2 `num_layers` for
+    """Standard deviation of the initial weights; over the square root of 2 `num_layers` for
     projections to the residual stream."""
 
     @model_validator(mode="after")

@@ -46,10 +46,10 @@ class ModernBert(MaskedTransformer):
     max_positions: Annotated[int, Field(gt=0, le=2**24)] = 8192
     """Maximum sample length, in tokens. There is no position table."""
     window: Annotated[int, Field(gt=0, le=2**24, multiple_of=2)] = 128
-    """Tokens that a local layer attends to around each token, half of them on each side."""
+    """Tokens around each that a local layer attends to, half on each side."""
     global_every: Layers = 3
-    """Interval of global layers, from the first layer on. They attend to all tokens of a sample;
-    the other, local layers only within `window`."""
+    """Interval of global layers, from the first on, which attend to all tokens of a sample; the
+    other, local ones only within `window`."""
     global_rotary_base: Base = 160_000.0
     """Base of the wavelengths of global layers; larger for longer samples."""
     local_rotary_base: Base = 10_000.0
@@ -59,8 +59,8 @@ class ModernBert(MaskedTransformer):
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability of zeroing an element of attention's output, never attention weights."""
     initializer_range: Small = 0.02
-    """Standard deviation of the initial weights, truncated at two of them; divided by the square
-    root of 2 `num_layers` for projections to the residual stream."""
+    """Standard deviation of the initial weights, truncated at twice that; over the square root of 2
+    `num_layers` for projections to the residual stream."""
     mask_probability: Annotated[float, Field(gt=0, lt=1)] = 0.3
     """Share of each sample's maskable tokens to predict; at least one token."""
 

@@ -95,12 +95,12 @@ class UnpaddedTransformer(PlannableWorkload, TensorParallel, PipelineParallel, H
     intermediate_size: Width | None = None
     """Width of the feed-forward. Default: 4 times `hidden_size`."""
     z_loss: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Coefficient of a loss term that limits the growth of logits: the mean squared logarithm of
-    the sum of their exponentials (Zoph et al. 2022, arXiv 2202.08906). 0: no such term; PaLM uses
-    1e-4 (Chowdhery et al. 2022, arXiv 2204.02311)."""
+    """Coefficient of a loss term that keeps logits small: the mean squared logarithm of the sum of
+    their exponentials (Zoph et al. 2022, arXiv 2202.08906). 0: none; PaLM uses 1e-4 (Chowdhery et
+    al. 2022, arXiv 2204.02311)."""
     embedding_multiple: Annotated[int, Field(gt=0, le=2**20)] = 1
-    """Multiple to which the rows of the embedding table are rounded up, for faster GPU kernels (64
-    is common). Added rows are no ids: they take no part in the loss and are not exported."""
+    """Multiple to which the embedding table's rows are rounded up, for faster GPU kernels (64 is
+    common). Added rows take no part in the loss and are not exported."""
     attention: Kernel = "auto"
     """Attention kernel, without padding. varlen: one call for all samples, in bf16 on GPUs of
     compute capability 8.0 and above. dense: one call per run of samples of equal length, on any
