@@ -11,16 +11,16 @@ from typing_extensions import override
 
 
 class BatchSizeWarmup(BaseModel):
-    """Smaller batches at first, growing evenly, step by step, to the recipe's `batch_size`."""
+    """Batch sizes that grow linearly in the first steps, up to the recipe's `batch_size`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     start: Annotated[int, Field(gt=0, le=2**24)]
     """Samples in the first step."""
     steps: Annotated[int, Field(gt=0, le=10**9)]
-    """The first step of full size comes after so many."""
+    """Number of steps before the first one of full size."""
     multiple: Annotated[int, Field(gt=0, le=2**24)] = 1
-    """Sizes grow by whole multiples of this."""
+    """Sizes are `start` plus multiples of this many samples."""
 
 
 def batch_size_at(step: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:

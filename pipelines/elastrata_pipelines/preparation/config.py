@@ -24,31 +24,31 @@ _PATHS_SCHEMA = {
 
 
 class SourceConfig(ConfigPart):
-    """Text of one origin, with its share in the data set."""
+    """A source of text and its weight in the data set."""
 
     paths: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...],
         Field(min_length=1),
         WithJsonSchema(_PATHS_SCHEMA),
     ]
-    """Files, folders (every regular file below them that is not hidden) or globs; local or URLs
-    such as `s3://bucket/folder` or, of the Hugging Face Hub, `hf://datasets/NAME/folder`.
-    Compressed files (.gz, .bz2, .xz, .zst) are read as they are, tar archives (.tar, .tgz, .tar.xz,
-    a .xz that holds one) member by member, each as a file of its name would be."""
+    """Files, folders (all regular, non-hidden files below them) or globs: local, URLs such as
+    `s3://bucket/folder`, or `hf://datasets/NAME/folder` (Hugging Face Hub). Compressed files (.gz,
+    .bz2, .xz, .zst) are decompressed; members of tar archives (.tar, .tgz, .tar.xz, a .xz that
+    holds one) are read like files of their names."""
     name: str | None = None
-    """Part of every sample's identity; default: `source-<number>`. Must be unique."""
+    """Unique name, a part of every sample's identity. Default: `source-<number>`."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """auto: by the file's ending; what is neither .jsonl, .ndjson, .json nor .parquet is text. An
-    HTML page in a file that is not called .html or the like is refused, unless this says text."""
+    """File format. auto: by the extension (.jsonl, .ndjson, .json, .parquet; others are text). HTML
+    pages without an HTML extension are refused unless this is text."""
     text_field: str = "text"
-    """Field (JSON Lines) or column (Parquet) that holds the text."""
+    """Field (JSON Lines) or column (Parquet) that contains the text."""
     documents: Literal["file", "line", "paragraph"] = "file"
-    """What a document is in a text file: all of it, a line, or what stands between blank lines."""
+    """Documents of a text file: the whole file, its lines, or paragraphs between blank lines."""
     document_start: Annotated[str, Field(max_length=1000)] | None = None
-    """Text files: a line in which this regular expression matches at the start begins a new
+    """Text files: regular expression, matched at the start of lines, for lines that begin a
     document. Replaces `documents`."""
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """Times each document appears: whole copies, and the fraction as a share of the documents."""
+    """Copies of each document; the fraction is the share of documents with one more copy."""
 
     @field_validator("paths", mode="before")
     @classmethod
@@ -66,25 +66,26 @@ class SourceConfig(ConfigPart):
 
 
 class TokenizerConfig(ConfigPart):
-    """The tokenizer: one that exists (`load`), or one trained on the corpus (`train`)."""
+    """The tokenizer: an existing one (`load`), or one trained on the corpus (`train`)."""
 
     either: ClassVar = (("load",), ("train", "vocab_size", "lowercase", "max_bytes", "sources"))
     only_with: ClassVar = {"lowercase": ("train", "wordpiece")}
 
     load: Annotated[str, Field(min_length=1)] | None = None
-    """Folder (or tokenizer.json file) as transformers saves it, local or URL, or a hub name."""
+    """Folder or tokenizer.json of a transformers tokenizer, local or URL, or its name in the
+    hub."""
     train: Literal["wordpiece", "bpe"] | None = None
-    """wordpiece: BERT's, with [CLS] and [SEP] around samples; bpe: GPT-2's, on bytes. Trained on
-    the corpus without its held-out documents."""
+    """Kind of tokenizer to train on the corpus, except held-out documents. wordpiece: BERT's, with
+    [CLS] and [SEP] around samples. bpe: GPT-2's, on bytes."""
     vocab_size: Annotated[int, Field(ge=300, le=2**24)] = 8192
     """train: number of ids, special tokens included. Short texts may yield fewer."""
     lowercase: bool = False
-    """train, wordpiece only: lower-case the text and strip accents."""
+    """train, wordpiece only: whether to lower-case the text and strip accents."""
     max_bytes: Annotated[int, Field(gt=0, le=2**50)] = 64 * 2**20
-    """train: use at most this much text, chosen by hash."""
+    """train: maximum bytes of text to train on, chosen by hash."""
     sources: tuple[SourceConfig, ...] = ()
-    """train: the text to train on. Default: the data set's own; of a mixture that of all its
-    sources."""
+    """train: text to train on. Default: the data set's sources; in a mixture, those of all data
+    sets."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -102,42 +103,44 @@ class TokenizerConfig(ConfigPart):
 
 
 class PrepareConfig(ConfigPart):
-    """How a corpus becomes a data set."""
+    """Preparation of a data set from a corpus."""
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
-    """The corpus."""
+    """Sources of the corpus."""
     tokenizer: TokenizerConfig
-    """The tokenizer, loaded or trained."""
+    """Tokenizer, loaded or trained."""
     seq_len: Annotated[int, Field(ge=8, le=2**20)]
-    """No sample has more tokens, special tokens included."""
+    """Maximum tokens per sample, special tokens included."""
     packing: Literal["none", "concat", "best_fit"] = "none"
-    """none: a sample is (a part of) one document. concat: documents end to end, cut every seq_len
-    tokens. best_fit: documents are cut only where longer than seq_len, then packed best-fit
-    decreasing. Boundaries are stored, so that attention can respect them."""
+    """none: a sample is (a part of) one document. concat: concatenate documents and cut every
+    seq_len tokens. best_fit: cut only documents longer than seq_len, then pack best-fit decreasing.
+    Stored boundaries let attention respect documents."""
     pairs: bool = False
-    """Sentence pairs for next-sentence prediction, half of them random. Needs `packing: none`."""
+    """Whether to make sentence pairs for next-sentence prediction, half of them random. Needs
+    `packing: none`."""
     min_tokens: Annotated[int, Field(gt=0, le=2**20)] = 1
-    """Samples (packed: pieces of documents) with fewer tokens, special ones not counted, are
-    dropped."""
+    """Minimum tokens of a sample (packed: of a piece of a document), without special ones. Shorter
+    ones are dropped."""
     stripe_size: Annotated[int, Field(gt=0, le=2**24)] = 1024
-    """Samples per stripe: the unit of reading and shuffling. A smaller corpus is one stripe."""
+    """Samples per stripe, the unit of reading and shuffling. A smaller corpus is one stripe."""
     stripes_per_shard: Annotated[int, Field(gt=0, le=2**20)] = 64
     """Stripes per file."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Seed of the stored order."""
     held_out: Annotated[float, Field(gt=0, lt=1)] | tuple[SourceConfig, ...] | None = None
-    """Evaluation data, a data set of its own in `held_out/`: a fraction of the documents, chosen
-    by a hash of their text, so that equal documents stay on one side; or sources."""
+    """Evaluation data, a separate data set in `held_out/`: sources, or a share of the documents,
+    chosen by a hash of their text so that equal documents stay together."""
     bad_documents: Literal["fail", "skip"] = "fail"
-    """fail: name all documents that cannot be read, and stop. skip: leave them out, and count
-    them. Pipes, devices and broken links in folders are such documents, and so is, as a whole, a
-    file, or member of an archive, that is no text or cannot be read to its end."""
+    """Action on unreadable documents. fail: name all and stop. skip: leave out and count. Pipes,
+    devices and broken links in folders are unreadable, too; a file or archive member that is not
+    text or cannot be read to its end counts as one unreadable document."""
     filters: Annotated[tuple[FilterConfig, ...], Field(max_length=256)] = ()
-    """Documents that do not pass one of these are left out, and counted by filter."""
+    """Filters that every document must pass. Rejected documents are counted by filter."""
     deduplication: DeduplicationConfig | None = None
-    """Documents that are there already are left out, and counted. Default: all are kept."""
+    """Removal of duplicate documents, which are counted. Default: keep all."""
     max_document_bytes: Annotated[int, Field(gt=0, le=2**50)] = 64 * 2**20
-    """A longer document is an error: every worker holds at least one document in memory."""
+    """Maximum bytes of a document; larger ones are errors, because workers hold whole documents in
+    memory."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -33,7 +33,7 @@ _WORD = re.compile(r"\w+")
 
 
 class DeduplicationConfig(ConfigPart):
-    """Which documents are left out because an earlier one has said the same."""
+    """Removal of documents that duplicate an earlier one."""
 
     only_with: ClassVar = {
         "similarity": ("method", "near"),
@@ -41,14 +41,14 @@ class DeduplicationConfig(ConfigPart):
     }
 
     method: Literal["exact", "near"] = "exact"
-    """exact: those whose text is an earlier one's but for capitals, white space and forms of the
-    same letter (Unicode's NFKC). near: besides, those that have most of their word sequences from
-    an earlier one, by MinHash; needs rensa."""
+    """exact: remove documents equal to an earlier one except for case, white space and forms of the
+    same letter (Unicode's NFKC). near: also those that share most word sequences with an earlier
+    one, by MinHash; needs rensa."""
     similarity: Annotated[float, Field(ge=0.5, le=1)] = 0.8
-    """near: the share that two documents' sequences of words have in common, of all in either of
-    them, from which on the later one is left out; estimated from 128 hashes."""
+    """near: minimum similarity for removing the later document: word sequences in both as a share
+    of those in either; estimated from 128 hashes."""
     words: Annotated[int, Field(gt=0, le=100)] = 5
-    """near: words of a sequence."""
+    """near: words per sequence."""
 
     @model_validator(mode="after")
     def _only_with_near(self) -> Self:

@@ -27,25 +27,25 @@ _SHOWN_CHARACTERS = 60
 
 
 class FilterConfig(ConfigPart):
-    """Which documents stay: all that it says must hold."""
+    """Conditions that a document must all meet to be kept."""
 
     either: ClassVar = (("expression",), ("function",))
 
     name: Annotated[str, Field(min_length=1, max_length=100)] | None = None
-    """What is left out is counted by it. Default: what the filter asks for."""
+    """Name under which rejected documents are counted. Default: the filter's conditions."""
     min_characters: Annotated[int, Field(gt=0, le=2**50)] | None = None
-    """Shorter documents are left out."""
+    """Minimum length of a document, in characters."""
     max_characters: Annotated[int, Field(gt=0, le=2**50)] | None = None
-    """Longer documents are left out."""
+    """Maximum length of a document, in characters."""
     expression: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
-    """A Python expression of `text`, such as `text.count("\\n") > 3`, that is true of documents
-    which stay. It may use `re`, `len`, `min`, `max`, `sum`, `any`, `all`, `sorted`, `set`, `abs`,
-    `round`, `int`, `float` and `str`."""
+    """Python expression of `text` that is true for documents to keep: `text.count("\\n") > 3`. It
+    may use `re`, `len`, `min`, `max`, `sum`, `any`, `all`, `sorted`, `set`, `abs`, `round`, `int`,
+    `float` and `str`."""
     function: Annotated[str, Field(min_length=1, max_length=100)] | None = None
-    """Name of an entry point in the group `elastrata.filters` of an installed package: a function
-    from a document's text to whether it stays, the same every time it is asked."""
+    """Entry point in the group `elastrata.filters` of an installed package: a deterministic
+    function that returns whether to keep a document's text."""
     sources: tuple[str, ...] = ()
-    """Names of the sources that it is for. Default: all."""
+    """Names of the sources to filter. Default: all."""
 
     @field_validator("expression")
     @classmethod

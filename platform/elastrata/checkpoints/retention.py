@@ -16,20 +16,21 @@ class CheckpointConfig(Config):
     """Interval and retention of checkpoints."""
 
     every: Annotated[int, Field(gt=0, le=10**9)] = 500
-    """Steps from one checkpoint to the next."""
+    """Steps between checkpoints."""
     keep_last: Annotated[int, Field(gt=0, le=10**6)] = 2
-    """The newest checkpoints that stay; with more than one, a damaged one can be done without."""
+    """Number of newest checkpoints to keep. 2 or more: the run can resume if the newest is
+    damaged."""
     keep_best: bool = True
-    """Keeps the checkpoint with the smallest evaluation loss too, however old it is. Checkpoints of
-    steps that were evaluated compete: make `every` a multiple of `evaluation.every`."""
+    """Whether to also keep the checkpoint with the smallest evaluation loss. Only evaluated steps
+    compete: make `every` a multiple of `evaluation.every`."""
     hot_steps: Annotated[int, Field(ge=0, le=10**9)] = 20
-    """Most steps that a lost worker costs: a copy of the state goes into the memory of other
-    processes twice in so many steps; on GPUs more often, where that costs little. Those that take
-    seconds longer are not waited for, and cost more. 0: no such copies."""
+    """Maximum steps lost with a worker; 0: no in-memory checkpoints. They are made twice in this
+    many steps, on GPUs more often if cheap. If one is over 5 s late, the next is skipped, which
+    costs more steps."""
     hot_bytes: Annotated[int, Field(gt=0, le=2**50)] = 16 * 2**30
-    """Most memory that those copies may take on a node. A state that needs more has none."""
+    """Maximum bytes of in-memory checkpoints per node. A larger state has none."""
     grace_seconds: Annotated[float, Field(gt=0, le=1e9)] = 60.0
-    """How long a planned change (a resize, a drain, Ctrl-C) waits for its checkpoint."""
+    """Seconds that a planned change (resize, drain, Ctrl-C) waits for its checkpoint."""
 
     @property
     def hot_every(self) -> int:

@@ -15,10 +15,10 @@ class AdamWConfig(OptimizerKeys):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
 
     name: Literal["adamw"] = "adamw"
-    """This optimizer; the default."""
+    """AdamW, the default."""
     fused: bool = True
-    """One kernel for the whole update, the fastest. It rounds the last few numbers of a tensor
-    otherwise than the rest, so `parallel.virtual_ranks` needs false: operator by operator."""
+    """Whether one kernel performs the whole update, the fastest way. It rounds the last few
+    elements of a tensor differently: `parallel.virtual_ranks` needs false."""
 
     def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:
         """Return two groups: weights, which decay, and biases and norms, which do not."""

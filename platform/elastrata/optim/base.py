@@ -81,15 +81,15 @@ class OptimizerKeys(Config):
     """Whether every parameter has a running mean of its squared gradient."""
 
     name: str
-    """Which optimizer; each has further keys of its own."""
+    """Name of the optimizer; each has further keys."""
     lr: Positive
     """Peak learning rate."""
     betas: tuple[Beta, Beta] = (0.9, 0.98)
-    """Decay of the running means of the gradient and of its square, per step."""
+    """Decay per step of the running means of the gradient and of its square."""
     eps: Positive = 1e-6
-    """Added to the root of the second moment."""
+    """Number added to the root of the second moment."""
     weight_decay: NotNegative = 0.01
-    """Share of lr * weight taken off each step; not from biases and norms."""
+    """Share of lr * weight subtracted per step, except from biases and norms."""
 
     @abstractmethod
     def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:

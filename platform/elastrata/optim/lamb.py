@@ -33,11 +33,11 @@ class LambConfig(OptimizerKeys):
     """
 
     name: Literal["lamb"]
-    """This optimizer."""
+    """LAMB."""
     trust_min: NotNegative = 0.0
-    """A smaller trust ratio is raised to this."""
+    """Lower limit of the trust ratio."""
     trust_max: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 10.0
-    """A larger trust ratio is lowered to this; `.inf`: never."""
+    """Upper limit of the trust ratio; `.inf`: no limit."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> LambConfig:

@@ -189,14 +189,14 @@ class MuonConfig(OptimizerKeys):
     has_second_moments: ClassVar[bool] = False
 
     name: Literal["muon"]
-    """This optimizer."""
+    """Muon."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the running mean of a matrix's gradient, per step."""
+    """Decay per step of the running mean of a matrix's gradient."""
     nesterov: bool = True
-    """Whether the update looks one step of the running mean ahead."""
+    """Whether to use Nesterov momentum."""
     newton_schulz: Precision = "fp32"
-    """Precision of the orthogonalisation. bf16, as published, is faster on GPUs; runs at different
-    numbers of workers then agree in fewer digits."""
+    """Precision of the orthogonalisation. bf16, as published, is faster on GPUs, but results then
+    depend more on the number of workers."""
 
     def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:
         """Return three groups: matrices of the blocks; other weights, such as embeddings and

@@ -43,65 +43,62 @@ _ORDERED_REDUCTIONS = "_in_order"
 
 
 class ParallelConfig(Config):
-    """Division of the model over the workers, and their messages."""
+    """Distribution of the model over the workers, and their communication."""
 
     replicate: Workers | Literal["all"] = 1
-    """HSDP: this many copies of the model, each sharded over workers / replicate. 1: FSDP. all: a
-    whole copy on every worker, which sends gradients and no parameters. With `tensor`, of every
-    group of that many workers."""
+    """Number of copies of the model (HSDP), each sharded over workers / replicate. 1: FSDP. all: a
+    copy per worker, which sends gradients but no parameters. With `tensor`, a group of that many
+    workers counts as one."""
     tensor: Workers = 1
-    """This many workers compute every sample together: each holds and applies its part of every
-    matrix (tensor parallelism). They talk in every block, so they belong on one machine. Must
-    divide the model's heads."""
+    """Workers that compute every sample together, each with its part of every matrix (tensor
+    parallelism). They communicate in every block, so they belong on one machine. Must divide the
+    model's heads."""
     sequence: bool = False
-    """With `tensor`, also divides the tokens between the matrices: activations take less memory,
-    for messages of the same size."""
+    """With `tensor`, whether to also divide the tokens between the matrices: less memory for
+    activations, messages of the same size."""
     pipeline: Workers = 1
-    """Divides the model's blocks over this many workers, or groups of `tensor` workers, one after
-    the other (pipeline parallelism): each sends what it made of a micro-batch on to the next one.
-    The messages are small; workers wait at the start and the end of every step (the bubble)."""
+    """Number of workers, or groups of `tensor` workers, that the model's blocks are divided over
+    (pipeline parallelism). Each sends a micro-batch's activations to the next. Messages are small;
+    workers idle at the start and end of every step (the bubble)."""
     virtual_stages: Annotated[int, Field(gt=0, le=10_000)] = 1
-    """With `pipeline`, every worker has so many stages of the model, which come in turns: shorter
-    waits, for more messages. For `schedule: interleaved_1f1b` or `zero_bubble`."""
+    """With `pipeline`, stages of the model per worker. More stages: a shorter bubble, more
+    messages. Needs `schedule: interleaved_1f1b` or `zero_bubble`."""
     stage_speeds: Annotated[
         tuple[Annotated[float, Field(gt=0, le=1e6)], ...] | None, Field(max_length=10_000)
     ] = None
-    """With `pipeline`, how fast its workers are beside one another, a number for each, such as
-    `[1, 0.5]`: a slower one has fewer blocks. Workers are numbered by the peaks of their nodes'
-    GPUs, downwards where the first number is not below the last, else upwards. Default: all are
-    equally fast."""
+    """With `pipeline`, relative speeds of its workers, such as `[1, 0.5]`: slower ones have fewer
+    blocks. Workers are sorted by their GPUs' peak FLOP/s, descending if the first number is at
+    least the last, else ascending. Default: equal."""
     schedule: Schedule = "1f1b"
-    """With `pipeline`, what a worker does when. gpipe: all micro-batches forward, then all
-    backward. 1f1b: in turns, which keeps the activations of fewer micro-batches. interleaved_1f1b:
-    the same with `virtual_stages`. zero_bubble: gradients of weights fill the waits."""
+    """With `pipeline`, order of the work. gpipe: all micro-batches forward, then all backward.
+    1f1b: alternating, with activations of fewer micro-batches in memory. interleaved_1f1b: the same
+    with `virtual_stages`. zero_bubble: gradients of weights fill the bubble."""
     micro_batches: Annotated[int, Field(gt=0, le=2**20)] | None = None
-    """With `pipeline`, every worker's part of a step is cut into a multiple of so many
-    micro-batches, as few as `micro_batch_tokens` allows; itself a multiple of `pipeline`, which is
-    the default. The more, the shorter the waits."""
+    """With `pipeline`, a worker's part of a step has a multiple of this many micro-batches, as few
+    as `micro_batch_tokens` allows. Must be a multiple of `pipeline`, the default. More
+    micro-batches shorten the bubble."""
     reshard_after_forward: bool = True
-    """Drop a block's gathered parameters after its forward pass and gather them again for its
-    backward pass. false: gather once a step and keep them over all its micro-batches, in memory
-    for one more copy of the model; so it is in any case where a worker has a whole copy."""
+    """Whether to free a block's gathered parameters between its forward and backward pass. false:
+    gather them once per step, with memory for one more copy of the model. No effect if each worker
+    has a whole copy."""
     gradient_sync: GradientSync | Literal["auto"] = "step"
-    """When gradients are summed over the workers. step: once; until then every worker adds up the
-    whole gradient of its micro-batches, in memory for 4 bytes a parameter (with `tensor`, of its
-    part). micro_batch: after every micro-batch; each worker adds up its shard alone, and a step
-    sends as many gradients as it has micro-batches. auto: one of these, by the plan and by what
-    the first steps measure, as with `micro_batch_tokens`."""
+    """When gradients are summed over workers. step: once; each worker accumulates a whole gradient
+    of 4 bytes per parameter (with `tensor`, of its part). micro_batch: after each micro-batch;
+    workers accumulate only their shards, but send more. auto: chosen like `micro_batch_tokens`."""
     reduce_dtype: Precision = "fp32"
-    """In which numbers gradients travel. bf16: half the bytes, each part rounded to 8 bits; they
-    are added up over micro-batches, clipped and applied in fp32."""
+    """Number format of gradients in messages. bf16: half the bytes, rounded to 8 bits;
+    accumulation, clipping and update stay in fp32."""
     prefetch: Annotated[int, Field(gt=0, le=10_000)] | None = None
-    """Gather the parameters of so many blocks ahead. Default: FSDP2's way, one."""
+    """Number of blocks whose parameters are gathered ahead. Default: one, as in FSDP2."""
     overlap_on_cpu: bool = False
-    """On CPUs, too, gather parameters and sum gradients while the model is computed. FSDP2 waits
-    there for each message; on GPUs it never does."""
+    """Whether communication overlaps with computation on CPUs, too. FSDP2 waits for each message
+    there, never on GPUs."""
     virtual_ranks: Workers | None = None
-    """Divides every global batch into so many parts, whatever the number of workers, and adds up
-    their gradients in the order of the parts: losses are then equal to the bit at any number of
-    workers, at the price of a reduction for each part. A multiple of every number of workers is
-    balanced best. Needs `workers.threads`, as sums inside an operator depend on its threads, and
-    AdamW with `optimizer.fused: false`. With `tensor`, at any number of groups of that many."""
+    """Number of parts of every global batch. Gradients are added in the order of the parts, one
+    reduction each, so losses are equal to the bit at any number of workers (with `tensor`, of
+    groups of that many); a multiple of all numbers of workers is balanced best. Needs
+    `workers.threads`, because sums in an operator depend on its threads, and AdamW with
+    `optimizer.fused: false`."""
 
     @property
     def group_size(self) -> int:

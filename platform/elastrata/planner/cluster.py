@@ -40,29 +40,29 @@ Amount = Annotated[float, Field(gt=0, le=1e12)]
 
 
 class ClusterConfig(Config):
-    """Equal devices in equal nodes, and what an hour of them costs."""
+    """Identical devices in identical nodes, and their price per hour."""
 
     model_config = ConfigDict(strict=True)
 
     device: DeviceName
-    """The kind of each, in upper or lower case."""
+    """Name of the device, in upper or lower case."""
     devices: Count
-    """How many there are in all."""
+    """Total number of devices."""
     per_node: Count | None = None
-    """Devices in a node. Default: as machines with that device usually have."""
+    """Devices per node. Default: the usual number for that device."""
     network_gbit: Amount | None = None
-    """Gbit/s of each device, each way, to other nodes. Default: as machines with that device
-    usually have."""
+    """Network bandwidth per device and direction between nodes, in Gbit/s. Default: the usual value
+    for that device."""
     link_gb_per_second: Amount | None = None
-    """GB/s of each device, each way, inside its node. Default: the data sheet's."""
+    """Bandwidth per device and direction inside a node, in GB/s. Default: from the data sheet."""
     memory_gb: Amount | None = None
-    """GB of each device. Default: what PyTorch sees of the data sheet's."""
+    """Memory per device, in GB. Default: what PyTorch sees of the data sheet's."""
     peak_tflops: Amount | None = None
-    """TFLOP/s of dense matrix products of each device. Default: the data sheet's."""
+    """Peak TFLOP/s of dense matrix products per device. Default: from the data sheet."""
     price: Amount | None = None
-    """A device for an hour, in whatever currency. Default: no cost is computed."""
+    """Price of a device per hour, in any currency. Default: no cost is computed."""
     spot_price: Amount | None = None
-    """Likewise, where it may be taken away."""
+    """Price of a preemptible device per hour, in the same currency."""
 
     @field_validator("device")
     @classmethod

@@ -21,23 +21,22 @@ _KEY = "begin_with.weights"
 
 
 class BeginConfig(Config):
-    """The weights that a run begins with. A plain text stands for `weights` alone."""
+    """Initial weights of a run. A plain text stands for `weights` alone."""
 
     weights: Annotated[str, Field(min_length=1)]
-    """A folder with a model as transformers saves it, local or URL, or its name in the hub; or
-    another run, by its folder or URL. `runs/first@12000` is the checkpoint of that step, `@best`
-    that with the smallest evaluation loss; default: the newest. Of the hub, `@` names a revision.
-    """
+    """Folder or URL of a run or a transformers model, or a model's name in the hub.
+    `runs/first@12000` is the checkpoint of that step, `@best` the one with the smallest evaluation
+    loss; default: the newest. In the hub, `@` selects a revision."""
     optimizer: bool = False
-    """Another run's checkpoint: goes on with the optimizer's state, too. The schedule is the
+    """Whether to also load the optimizer's state of another run's checkpoint. The schedule is the
     recipe's, from its first step."""
     extend_vocabulary: bool = False
-    """Where the data set's tokenizer has more ids than the weights, and their ids are the first of
-    them: the rows of new ids are drawn. Else that is refused."""
+    """Whether the data set's tokenizer may have more token ids, after those of the weights; their
+    embeddings are initialised at random. false: refused."""
 
     may_differ: tuple[str, ...] = ()
-    """Keys of the workload with another value than the weights were trained with, on purpose, such
-    as a rotary base for longer samples. Whatever changes a tensor's shape may not."""
+    """Workload keys that may differ from those that the weights were trained with, such as a rotary
+    base for longer samples. Keys that change a tensor's shape may not."""
 
     @property
     def place(self) -> str:

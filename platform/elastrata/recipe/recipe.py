@@ -39,40 +39,39 @@ Weight = Annotated[float, Field(ge=0, le=1e9)]
 
 
 class MixedSource(Config):
-    """A prepared data set, and its share in the mixture."""
+    """A prepared data set and its share in the mixture."""
 
     name: Annotated[str, Field(pattern=NAME)]
-    """Its name in records and pictures, and that of its folder."""
+    """Name of the source in records and plots, and of its folder."""
     path: Annotated[str, Field(min_length=1)] | None = None
-    """Folder or URL of the data set. Default: the folder of its name in `data.path`."""
+    """Folder or URL of the data set. Default: the folder of that name in `data.path`."""
     weight: Weight = 1.0
-    """Its share, relative to the others': 3 beside 1 is three quarters. 0: nothing of it."""
+    """Relative share of the source: 3 and 1 are three quarters and one quarter. 0: unused."""
     final_weight: Weight | None = None
-    """Its share at the end of the phase, relative to the others' then: shares change evenly with
-    the samples. Default: `weight`."""
+    """Relative share at the end of the phase, reached linearly. Default: `weight`."""
     max_epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Most passes over it in the whole run; what happens then, `data.when_exhausted` says. Default:
-    any number."""
+    """Maximum passes over the source in the whole run; see `data.when_exhausted`. Default: no
+    limit."""
 
 
 class DataConfig(Config):
-    """The data to train on."""
+    """Training data."""
 
     path: Annotated[str, Field(min_length=1)]
-    """Folder or URL of a prepared data set; `elastrata prepare` writes it. With `sources`: of the
-    folder that has theirs."""
+    """Folder or URL of a data set written by `elastrata prepare`; with `sources`, of the folder
+    that contains them."""
     sources: Annotated[tuple[MixedSource, ...], Field(max_length=256)] = ()
-    """Several prepared data sets, mixed as they are read; all have one tokenizer. Default: the one
-    data set at `path`."""
+    """Prepared data sets to mix during training; all have one tokenizer. Default: the data set at
+    `path`."""
     weight_by: Literal["tokens", "samples"] = "tokens"
-    """What weights are shares of. tokens: a source of longer samples gives fewer of them."""
+    """Unit of the weights. tokens: sources with longer samples contribute fewer samples."""
     when_exhausted: Literal["error", "redistribute"] = "error"
-    """What happens where a source would be read more than `max_epochs` times. error: the run does
-    not begin. redistribute: from there on the others have its share, as they share the rest."""
+    """Action if a source would exceed its `max_epochs`. error: refuse to start. redistribute: its
+    share goes to the others, in proportion to theirs."""
     prepare: PrepareConfig | None = None
-    """How `elastrata prepare` makes it. Training does not need this part."""
+    """Configuration of `elastrata prepare`; not needed for training."""
     window_stripes: Annotated[int, Field(gt=0, le=2**20)] = 8
-    """Stripes shuffled together, of each source: more makes batches more random and reading
+    """Stripes of each source that are shuffled together. More: batches are more random, reading is
     costlier."""
 
     @model_validator(mode="after")
@@ -148,33 +147,32 @@ NO_LENGTH = f"steps: missing: expected {', '.join(LENGTHS[:-1])} or {LENGTHS[-1]
 
 
 class PhaseKeys(Config):
-    """The keys that may change while a run goes on, as planned from the start."""
+    """Keys that may differ between the phases of a run."""
 
     either: ClassVar = tuple((key,) for key in LENGTHS)
 
     data: DataConfig
-    """The data that it trains on."""
+    """Training data."""
     steps: Annotated[int, Field(gt=0, le=10**9)] | None = None
-    """Optimizer steps; or give `epochs`, or `tokens`."""
+    """Length in optimizer steps. Either this, `epochs` or `tokens`."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Length in passes over the data set, in place of `steps`, which are counted when the run
-    begins. Not of a mixture, whose sources have their own."""
+    """Length in passes over the data set, converted to steps when the run starts. Not for mixtures,
+    in which each source has its own."""
     tokens: Annotated[int, Field(gt=0, lt=2**62)] | None = None
-    """Length in tokens, likewise: as many steps as have them by the mean length of a sample."""
+    """Length in tokens, converted to steps by the mean length of a sample."""
     batch_size: Annotated[int, Field(gt=0, le=2**24)]
     """Samples per step, over all workers."""
     batch_size_warmup: BatchSizeWarmup | None = None
-    """Smaller batches at first. The learning rate's schedule knows nothing of it."""
+    """Smaller batches in the first steps. Does not affect the learning rate."""
     micro_batch_tokens: Annotated[int, Field(gt=0, le=2**30)] | Literal["auto"] = 8192
-    """Most tokens that one worker runs through the model at once. auto: what is fastest among what
-    its memory has room for, by the plan (`elastrata plan`), corrected by what the first steps
-    measure."""
+    """Maximum tokens per worker and forward pass. auto: the fastest that fits into memory, by the
+    plan (`elastrata plan`) and measurements in the first steps."""
     optimizer: OptimizerConfig
-    """How weights are updated."""
+    """Optimizer and its settings."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """How the learning rate moves."""
+    """Learning-rate schedule."""
     sparsity: SparsityConfig = None
-    """Weights that are held at zero. Default: none."""
+    """Sparse training, with weights held at zero. Default: dense."""
 
     @property
     def num_steps(self) -> int:
@@ -199,10 +197,10 @@ class PhaseKeys(Config):
 
 
 class Phase(PhaseKeys):
-    """One of several phases of a run. What it does not say is as the recipe says it."""
+    """A phase of a run. Omitted keys have the recipe's values."""
 
     name: str | None = None
-    """For people."""
+    """Label of the phase in the progress display."""
 
 
 def inherit_phase_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,51 +255,52 @@ Tokens = Annotated[int, Field(gt=0, le=2**30)]
 
 
 class WorkersConfig(Config):
-    """How many workers, and what each one takes of a machine."""
+    """Number and resources of the workers, and the handling of lost and slow ones."""
 
     min: Workers = 1
-    """Fewest workers that the run goes on with; it waits for them."""
+    """Minimum number of workers; the run waits for them."""
     max: Workers | Literal["auto"] = 1
-    """The run starts at up to this many and goes on with fewer, down to `min`. auto: one for every
-    GPU that the cluster has when the run starts; without any, one for every two CPUs."""
+    """Maximum number of workers. The run starts with up to this many and continues with fewer, down
+    to `min`. auto: one per GPU of the cluster at the start or, without GPUs, one per two CPUs."""
     cpus: Annotated[float, Field(gt=0, le=10_000)] = 0.5
-    """Logical CPUs each worker claims from Ray. Leave some for reading the data."""
+    """Logical CPUs that each worker reserves from Ray. Leave some for reading the data."""
     gpus: Annotated[int, Field(ge=0, le=1000)] | Literal["auto"] = "auto"
-    """GPUs each worker claims; `auto`: 1 where the cluster has any, else 0. Whole ones: NCCL wants
-    one for every worker."""
+    """GPUs that each worker reserves; NCCL needs a whole one. auto: 1 if the cluster has GPUs, else
+    0."""
     max_failures: Annotated[int, Field(ge=-1, le=10**9)] = 8
-    """Losses of workers that the run survives before it gives up; -1: any number."""
+    """Maximum worker losses that the run survives; -1: no limit."""
     resize_seconds: Annotated[float, Field(ge=0, le=1e9)] = 60.0
-    """How often the run looks whether it could go on with more workers."""
+    """Seconds between checks for room for more workers."""
     spares: bool = True
-    """Keeps an idle process with the imports done beside every worker, for the next group: seconds
-    less until it trains, for some 0.5 GB of memory each, and 1 GB on the driver's node. A node
-    that has less than twice that free keeps none."""
+    """Whether to keep an idle process with finished imports per worker, so that the next group
+    starts seconds faster. Each takes about 0.5 GB, plus 1 GB on the driver's node; nodes with less
+    than twice that free keep none."""
     stay: bool = True
-    """Whether workers keep their processes, with all that is imported and compiled, when others are
-    lost, added or taken away; else all are started anew."""
+    """Whether workers keep their processes, imports and compiled code when others are lost, added
+    or removed. false: restart all."""
     hang_seconds: Annotated[float, Field(gt=0, le=1e9)] = 600.0
-    """Workers that finish no step, evaluation or checkpoint for so long are killed and replaced."""
+    """Seconds without a finished step, evaluation or checkpoint after which workers are killed and
+    replaced."""
     threads: Annotated[int, Field(gt=0, le=10_000)] | None = None
-    """CPU threads per worker for PyTorch; default: the machine's cores over its workers."""
+    """PyTorch's CPU threads per worker. Default: the machine's cores divided by its workers."""
     memory_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Most memory that `auto` counts on for a worker. Default: all that its GPU has; without one,
-    an equal share of what its machine has to spare."""
+    """Maximum GB per worker that `auto` uses. Default: the free memory of its GPU or, without one,
+    an equal share of its machine's."""
 
     speeds: Literal["equal", "measured"] | dict[str, Speed] = "equal"
-    """How fast workers are beside one another: the faster ones get more of every batch, which holds
-    the same samples. equal: all alike. measured: as they prove to be, again and again. A mapping
-    from nodes (host, address or id), node groups or devices (A100, CPU) to factors: 0.5 is half as
-    fast as those that are not named."""
+    """Relative speeds of workers; faster ones get more of every batch, whose samples stay the same.
+    measured: measured throughout the run. A mapping from nodes (host, address or id), node groups
+    or devices (A100, CPU) gives factors: 0.5 is half the speed of unnamed ones."""
 
     exclude_slower_than: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Leaves a node out, from the next resize or fault on, where a worker on it is slower than this
-    share of the others of its kind, as long as `min` workers have room elsewhere. Default: none."""
+    """Minimum speed of a worker relative to others with the same kind of device. Nodes with slower
+    ones are left out from the next resize or failure on, if `min` workers have room elsewhere.
+    Default: no limit."""
 
     micro_batch_tokens: dict[str, Tokens] = Field(default_factory=dict)
-    """Most tokens of a micro-batch on nodes (host, address or id), node groups or devices (T4) that
-    have less memory than others, which go by the recipe's `micro_batch_tokens`, or by what that
-    finds for their kind of device where it is auto. All have equally many micro-batches."""
+    """Maximum tokens per micro-batch on nodes (host, address or id), node groups or devices (T4)
+    with less memory. Others use the recipe's `micro_batch_tokens` or, if that is auto, the value
+    for their kind of device. All workers have equal numbers of micro-batches."""
 
     @model_validator(mode="after")
     def _ordered(self) -> WorkersConfig:
@@ -322,53 +321,52 @@ class WorkersConfig(Config):
 
 
 class Recipe(PhaseKeys):
-    """One training run, from text to model: one phase, or several."""
+    """A training run, from text to model, in one or several phases."""
 
     name: str | None = None
-    """The run's name and its folder's; the same name continues the same run. Default: the recipe
-    file's name, or `bert-tiny` for the recipe `bert/tiny`."""
+    """Name of the run and its folder; an existing run is resumed. Default: the recipe file's name,
+    or `bert-tiny` for the recipe `bert/tiny`."""
     workload: Annotated[SerializeAsAny[Workload], BeforeValidator(_validate_workload)]
-    """The model and its objective; `name` chooses one of those installed. A file that has
-    `begin_with` may leave it out: the model is that of the weights."""
+    """Model and objective; `name` selects an installed workload. Optional with `begin_with`, which
+    determines the model."""
     begin_with: BeginWith | None = None
-    """The weights that the run begins with: another run's, or those of a folder that transformers
-    or `elastrata export` has written. Default: they are drawn."""
+    """Initial weights from another run, the hub, or a folder written by transformers or `elastrata
+    export`. Default: initialised at random."""
     phases: Annotated[tuple[Phase, ...], Field(max_length=1000)] = ()
-    """The parts of the run, one after the other, where it has several: each says how it differs
-    from the rest of the recipe. The model, the optimizer's state, the record and the progress run
-    through."""
+    """Consecutive parts of the run, each with the keys in which it differs from the recipe. Model,
+    optimizer state, history and progress carry over."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    """Decides the first weights, the order of samples, and all that is drawn for each of them."""
+    """Seed of initial weights, sample order, and random choices per sample."""
     target: TargetConfig | None = None
-    """Ends the run before its last step. Default: there is none."""
+    """Target metric that ends the run early. Default: none."""
     clip: ClipConfig = ClipConfig()
-    """How gradients are kept in bounds."""
+    """Gradient clipping."""
     average: AverageConfig | None = None
-    """An average of the weights that is kept beside them. Default: none."""
+    """Average of the weights, kept in addition to them. Default: none."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Stops the run where loss or gradient are NaN or infinite, or leaves the batch out, notes it
-    in the history, and goes on."""
+    """Action if the loss or gradient is NaN or infinite. stop: end the run. skip: leave the batch
+    out and record it in the history."""
     precision: Precision = "fp32"
-    """bf16: parameters are gathered and applied in bfloat16, kept and updated in fp32."""
+    """Precision of the computation. bf16: gather and use parameters in bfloat16, but store and
+    update them in fp32."""
     activation_checkpointing: Recomputation | Literal["auto"] = "none"
-    """full: every block keeps its input only, and computes everything again in the backward pass:
-    the least memory. selective: it also keeps the results of attention and of every second matrix
-    product. auto: one of these, by the plan and by what the first steps measure, as with
-    `micro_batch_tokens`. What is learned is the same."""
+    """Recomputation in the backward pass; results are the same. full: blocks keep only their
+    inputs, for the least memory. selective: they also keep the results of attention and every
+    second matrix product. auto: chosen like `micro_batch_tokens`."""
     compile: bool = False
-    """Compiles every block with torch.compile."""
+    """Whether to compile blocks with torch.compile."""
     parallel: ParallelConfig = ParallelConfig()
-    """How the model is divided over workers."""
+    """Distribution of the model over the workers."""
     workers: WorkersConfig = WorkersConfig()
-    """How many there are, and what each takes."""
+    """Number and resources of the workers."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """When the model is evaluated, and on what."""
+    """Interval and data of evaluations."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When the state is saved, and how much of it is kept."""
+    """Interval and retention of checkpoints."""
     tracking: TrackingConfig = TrackingConfig()
-    """Where the run is recorded."""
+    """Tracking of the run in MLflow."""
     storage: Annotated[str, Field(min_length=1)] = "runs"
-    """Folder or URL under which every run has a folder of its own name."""
+    """Folder or URL that contains a folder for each run."""
 
     @model_validator(mode="before")
     @classmethod

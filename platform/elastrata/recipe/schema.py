@@ -123,22 +123,23 @@ _BOUNDS = {
 _INTRODUCTION = """\
 # Every key of a recipe
 
-`elastrata schema --keys` prints this page. A key below `phases` is as the one of the same name
-outside; one that several kinds of a section have (workloads, optimizers) is listed with each that
-differs. At the end are the keys of [a sweep](#every-key-of-a-sweep) and of
-[a cluster](#every-key-of-a-cluster).
+`elastrata schema --keys` prints this page. Keys below `phases` equal the keys of the same name
+outside. If kinds of a section (workloads, optimizers) share a key, the page repeats it only for
+those in which it differs. The keys of [a sweep](#every-key-of-a-sweep) and of
+[a cluster](#every-key-of-a-cluster) follow.
 """
 _SWEEP = """
 # Every key of a sweep
 
-Of [a sweep file](sweeps.md). `space.KEY` stands for any dotted key of the recipe.
+These are the keys of [a sweep file](sweeps.md). `space.KEY` stands for any dotted key of the
+recipe.
 
 """
 _CLUSTER = """
 # Every key of a cluster
 
-Of [a cluster file](planner.md#the-cluster) of `elastrata plan` and `elastrata simulate`. Those of
-Ray and KubeRay have [keys of their own](clusters.md).
+These are the keys of [a cluster file](planner.md#the-cluster) for `elastrata plan` and
+`elastrata simulate`. Cluster files of Ray and KubeRay have [other keys](clusters.md).
 
 """
 _ANY_KEY = "KEY"

@@ -20,58 +20,57 @@ class SparsityKeys(Config):
     """Keys of all methods."""
 
     method: str
-    """Which method; each has further keys of its own."""
+    """Name of the method; each has further keys."""
     layers: Patterns = ("*",)
-    """The layers that are sparse, by name or pattern. By default all matrices of attention and
-    feed-forward; nothing else may be."""
+    """Names or patterns of the sparse layers. Default: all matrices of attention and feed-forward;
+    no others can be sparse."""
 
 
 class DrawnKeys(SparsityKeys):
     """Keys of methods with random masks, at least initially."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    """Seed of the masks. Default: the run's. With one seed, a lower level leaves the zeros of a
-    higher one zero, or frees them; it never takes other weights."""
+    """Seed of the masks. Default: the run's. With one seed, a lower level's zeros are among those
+    of a higher level."""
 
 
 class LayerLevel(Config):
     """Level of some layers, which overrides the distribution."""
 
     layers: Patterns
-    """By name or pattern."""
+    """Names or patterns of the layers."""
     level: Level
     """Share of their weights that is held at zero."""
 
 
 class LevelKeys(DrawnKeys):
-    """Keys of methods with a free choice of the level."""
+    """Keys of methods with a configurable level."""
 
     level: Level
-    """Share of the weights of all sparse layers that is held at zero."""
+    """Share of the sparse layers' weights that is held at zero."""
     distribution: Literal["uniform", "erdos_renyi"] = "uniform"
-    """How the level is spread. uniform: every layer has it. erdos_renyi: a layer of m rows and n
-    columns keeps weights in proportion to m + n, so that large layers are sparser than small ones
-    (Mocanu et al., arXiv 1707.04780); for matrices its kernel variant (Evci et al., arXiv
-    1911.11134) is the same."""
+    """Distribution of the level. uniform: the same for every layer. erdos_renyi: layers of m rows
+    and n columns keep weights in proportion to m + n, so large ones are sparser (Mocanu et al.,
+    arXiv 1707.04780); for matrices equal to the kernel variant (Evci et al., arXiv 1911.11134)."""
     levels: Annotated[tuple[LayerLevel, ...], Field(max_length=1000)] = ()
-    """Layers with a level of their own; of several that name a layer, the last one counts."""
+    """Levels of individual layers; if several entries match, the last one applies."""
 
 
 class StaticConfig(LevelKeys):
     """A constant random set of weights is held at zero."""
 
     method: Literal["static"] = "static"
-    """This method; the default."""
+    """Static random masks, the default."""
 
 
 class RiglSchedule(Config):
     """Interval and size of the changes of masks."""
 
     every: Annotated[int, Field(gt=0, le=10**9)] = 100
-    """Steps from one update to the next, counted from the first step of the phase."""
+    """Steps between mask updates, counted from the phase's first step."""
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.3
-    """Share of a layer's weights that are not zero which the first update would replace; it falls
-    as half a cosine, to 0 at `until`."""
+    """Share of a layer's nonzero weights that the first update would replace. It falls along a half
+    cosine to 0 at `until`."""
 
 
 class RiglConfig(LevelKeys):
@@ -79,18 +78,18 @@ class RiglConfig(LevelKeys):
     those with the largest gradients. Layers keep their levels."""
 
     method: Literal["rigl"]
-    """This method."""
+    """RigL."""
     schedule: RiglSchedule = RiglSchedule()
-    """When masks change, and how much."""
+    """Interval and size of the updates of masks."""
     until: Annotated[float, Field(gt=0, le=1)] = 0.75
-    """Share of the phase's steps after which masks stay as they are."""
+    """Share of the phase's steps after which masks are constant."""
 
 
 class BlockConfig(LevelKeys):
     """A constant random set of square blocks of weights is held at zero."""
 
     method: Literal["block"]
-    """This method."""
+    """Static random masks of blocks."""
     block: Annotated[int, Field(ge=2, le=2**20)] = 32
     """Rows and columns of a block; must divide those of the layers."""
 
@@ -100,22 +99,22 @@ class TwoFourConfig(DrawnKeys):
     pattern that NVIDIA's GPUs multiply faster since Ampere."""
 
     method: Literal["two_four"]
-    """This method."""
+    """Two zeros in every four weights."""
     level: Annotated[float, Field(ge=0.5, le=0.5)] = 0.5
-    """Share of the weights that is held at zero; there is no other."""
+    """Share of the weights that is held at zero; always 0.5."""
     kernels: bool = False
-    """Forward passes multiply by PyTorch's semi-structured kernels, which skip the zeros, where a
-    worker's GPU has them; needs precision bf16. Backward passes stay dense."""
+    """Whether forward passes use PyTorch's semi-structured kernels, which skip zeros, on GPUs that
+    have them. Needs precision bf16. Backward passes stay dense."""
 
 
 class GivenConfig(SparsityKeys):
     """The constant set of weights in a file is held at zero."""
 
     method: Literal["given"]
-    """This method."""
+    """Masks from a file."""
     masks: Annotated[str, Field(min_length=1)]
-    """The file or its URL, as `elastrata export` writes it beside a sparse model's weights. A layer
-    that it lacks is dense."""
+    """Path or URL of a file that `elastrata export` writes with a sparse model's weights. Layers
+    not in it are dense."""
 
 
 def _with_default_method(value: Any) -> Any:

@@ -24,11 +24,11 @@ class AverageConfig(Config):
     training."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """The share of the average that stays in every step; less in a run's first steps, of which step
-    n keeps at most (1 + n) / (10 + n)."""
+    """Share of the average that a step keeps; at most (1 + n) / (10 + n) in step n, so less at
+    first."""
     evaluated: bool = False
-    """Evaluations are of the average, in place of the weights, and decide which checkpoint is the
-    best and when the target is reached."""
+    """Whether evaluations, and so the best checkpoint and the target, use the average instead of
+    the weights."""
 
 
 class WeightAverage:

@@ -29,20 +29,20 @@ _EPSILON = 1e-6
 
 
 class ClipConfig(Config):
-    """Limits the gradient before the optimizer sees it."""
+    """Gradient clipping, before the optimizer's step."""
 
     only_with: ClassVar = {"scope": ("method", "bucketwise")}
 
     method: Literal["global_norm", "bucketwise", "none"] = "global_norm"
-    """global_norm: scale the whole gradient down where its 2-norm exceeds `max_norm`. bucketwise:
-    scale each bucket (a block, or what is left) down where it exceeds its part of `max_norm`,
-    during the backward pass; with sparsity, a pipeline or `parallel.gradient_sync`, after it."""
+    """global_norm: scale the gradient down if its 2-norm exceeds `max_norm`. bucketwise: scale each
+    bucket (a block, or the rest) down if it exceeds its part of `max_norm`, during the backward
+    pass, or after it with sparsity, a pipeline or `parallel.gradient_sync` other than step."""
     max_norm: Annotated[float, Field(gt=0, le=1e30)] = 1.0
-    """The whole gradient's 2-norm is never above it, but with none."""
+    """Maximum 2-norm of the whole gradient; not used with none."""
     scope: Literal["reduced", "local"] = "reduced"
-    """For bucketwise. reduced: clip the sum over the workers, the same at any number of workers.
-    local: clip each worker's part before the sum, without a message; losses then depend on the
-    number of workers."""
+    """For bucketwise. reduced: clip the sum over workers; the same at any number of workers. local:
+    clip each worker's part before the sum, without a message; losses depend on the number of
+    workers."""
 
 
 class Clip(Protocol):

@@ -30,7 +30,7 @@ class NamedSet(Config):
     """A further held-out data set."""
 
     name: Annotated[str, Field(pattern=NAME)]
-    """Its name: that of its loss is `eval/NAME/loss`."""
+    """Name of the set; its loss is `eval/NAME/loss`."""
     path: Annotated[str, Field(min_length=1)]
     """Folder or URL of the data set."""
 
@@ -41,18 +41,18 @@ class EvaluationConfig(Config):
     either: ClassVar = (("every",), ("every_samples",))
 
     every: Annotated[int, Field(gt=0, le=10**9)] | None = 250
-    """Steps between evaluations; there is always one after the last step."""
+    """Steps between evaluations; the last step always has one."""
     every_samples: Annotated[int, Field(gt=0, le=10**15)] | None = None
-    """In place of `every`: samples between evaluations. There is one after the first step that
-    reaches a multiple of this, over all samples since the run began."""
+    """Samples between evaluations, instead of `every`. An evaluation follows each step that reaches
+    a multiple of this, over all samples of the run."""
     path: Annotated[str, Field(min_length=1)] | None = None
-    """Folder or URL of the held-out data set; default: `held_out` inside `data.path`, where
-    `prepare` puts it. Without one there is no evaluation."""
+    """Folder or URL of the held-out data set. Default: `held_out` in `data.path`, as written by
+    `prepare`; if missing, there is no evaluation."""
     samples: Annotated[int, Field(gt=0, le=10**12)] = 4096
-    """At most this many samples of each set, a random draw that is always the same."""
+    """Maximum samples of each set; always the same random choice."""
     sets: Annotated[tuple[NamedSet, ...], Field(max_length=256)] = ()
-    """Further held-out data sets, evaluated at every evaluation, each by itself. They have the
-    tokenizer and the `seq_len` of the training data."""
+    """Additional held-out data sets, each evaluated separately. Need the tokenizer and `seq_len` of
+    the training data."""
 
     @model_validator(mode="before")
     @classmethod

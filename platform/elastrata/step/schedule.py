@@ -15,17 +15,18 @@ good as a cosine over all steps."""
 
 
 class DecayConfig(Config):
-    """The end of the shape `wsd` (warm-up, stable, decay: Hu et al., MiniCPM, arXiv 2404.06395)."""
+    """Decay at the end of the shape `wsd` (warm-up, stable, decay: Hu et al., MiniCPM, arXiv
+    2404.06395)."""
 
     either: ClassVar = (("steps",), ("ratio",))
 
     shape: Literal["linear", "cosine", "1-sqrt"] = "1-sqrt"
-    """How the rate falls. 1-sqrt: by the square root of what is done of the decay, so fast at first
+    """Shape of the decay. 1-sqrt: falls with the square root of its finished share, fast at first
     (Hägele et al., arXiv 2405.18392)."""
     steps: Annotated[int, Field(gt=0, le=10**9)] | None = None
-    """The last so many steps; or give `ratio`."""
+    """Length in steps. Either this or `ratio`."""
     ratio: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The decay as a share of all steps, warm-up included. Default: a fifth."""
+    """Length as a share of all steps, warm-up included. Default: 0.2."""
 
     @model_validator(mode="after")
     def _one_length(self) -> DecayConfig:
@@ -54,24 +55,24 @@ class ScheduleConfig(Config):
     only_with: ClassVar = {"power": ("shape", "polynomial"), "decay": ("shape", "wsd")}
 
     shape: Literal["linear", "cosine", "constant", "polynomial", "wsd"] = "linear"
-    """Decay down to the last step; `constant` stays at the peak, `polynomial` falls as what is
-    left of the steps to the power of `power`, `wsd` stays at the peak until a short `decay`."""
+    """Shape of the decay. constant: stays at the peak. polynomial: the remaining share of steps to
+    the power of `power`. wsd: stays at the peak until a short `decay`."""
     power: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """Exponent of the shape `polynomial`; 1 is `linear`, 0.5 stays high for longer."""
+    """Exponent of the shape `polynomial`. 1 equals `linear`; 0.5 stays high for longer."""
     decay: DecayConfig = DecayConfig()
-    """The end of the shape `wsd`."""
+    """Decay at the end of the shape `wsd`."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """Steps until the peak is reached; the step after them is the first at full rate."""
+    """Steps of the warm-up; the next step is the first at the peak."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """The warm-up as a share of all steps, in place of `warmup_steps`: for runs whose length the
-    data decides."""
+    """Warm-up as a share of all steps, instead of `warmup_steps`; for runs whose length depends on
+    the data."""
     warmup_offset: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """So many of `warmup_steps` count as done before the run: it starts in mid warm-up."""
+    """Number of `warmup_steps` that count as done before the run."""
     decay_from: Literal["warmup_end", "first_step"] = "warmup_end"
-    """first_step: the decay counts the steps of the warm-up, too, so that the rate starts its fall
-    below the peak."""
+    """First step of the decay. first_step: the decay includes the warm-up, so it starts below the
+    peak."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the peak that the decay ends at, one step after the last."""
+    """Learning rate one step after the last, as a share of the peak."""
 
     @model_validator(mode="after")
     def _sane(self) -> ScheduleConfig:

@@ -20,12 +20,12 @@ class TargetConfig(Config):
     either: ClassVar = (("at_least",), ("at_most",))
 
     metric: str
-    """A metric of the evaluation: `eval/loss`, or one of the workload's, such as
-    `eval/mlm_accuracy`; `eval/NAME/loss` is that of one of `evaluation.sets`."""
+    """Evaluation metric: `eval/loss`, one of the workload's, such as `eval/mlm_accuracy`, or
+    `eval/NAME/loss` of one of `evaluation.sets`."""
     at_least: Finite | None = None
-    """Reached by this value and larger ones. Either this or `at_most`."""
+    """Value that the metric must reach or exceed. Either this or `at_most`."""
     at_most: Finite | None = None
-    """Reached by this value and smaller ones: for losses."""
+    """Value that the metric must reach or fall below."""
 
     @model_validator(mode="after")
     def _one_bound(self) -> TargetConfig:

@@ -25,35 +25,35 @@ from elastrata_pipelines.errors import UserError, suggest_nearest
 
 
 class SweepConfig(Config):
-    """Sweep: many trials of one recipe, each with other values for some of its keys."""
+    """Many trials of one recipe, with different values for some of its keys."""
 
     name: str | None = None
-    """The sweep's name and its folder's; the same name continues the same sweep. Default: the
-    file's name."""
+    """Name of the sweep and its folder; an existing sweep is resumed. Default: the file's name."""
     recipe: str
-    """The recipe that is trained: a file, or a name such as `bert/tiny`."""
+    """Recipe to train: a file, or a name such as `bert/tiny`."""
     changes: dict[str, Any] = Field(default_factory=dict)
-    """Values of the recipe that all trials have instead, by dotted key: `steps: 400`."""
+    """Values that all trials change in the recipe, by dotted key: `steps: 400`."""
     space: Annotated[dict[str, Domain], Field(min_length=1, max_length=200)]
-    """By dotted key of the recipe the values to try."""
+    """Values to try, by dotted key of the recipe."""
     metric: str = "eval/loss"
-    """The metric of the recipe's evaluations that trials are compared by."""
+    """Evaluation metric by which trials are compared."""
     mode: Literal["min", "max"] = "min"
-    """Whether the smallest or the largest value of the metric is the best."""
+    """Whether the smallest (min) or largest (max) value is the best."""
     searcher: SearcherConfig = RandomConfig()
-    """How points are chosen."""
+    """Method that chooses the points."""
     scheduler: SchedulerConfig = NoneConfig()
-    """Which trials are stopped early."""
+    """Method that stops trials early."""
     trials: Annotated[int, Field(gt=0, le=10**6)] = 16
-    """How many points are tried."""
+    """Number of points to try."""
     concurrency: Annotated[int, Field(gt=0, le=100_000)] | Literal["auto"] = "auto"
-    """Trials at a time; `auto`: so many that every worker has a GPU or, without any, a CPU."""
+    """Concurrent trials. auto: as many as have a GPU or, without any, a CPU per worker."""
     max_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    """Ends the sweep so long after its launch, with the best there is. Default: no end."""
+    """Seconds after its launch at which the sweep ends with the best result so far. Default: no
+    limit."""
     max_failures: Annotated[int, Field(ge=0, le=10**6)] = 2
-    """How often a trial whose process died is tried again, from its newest checkpoint."""
+    """Retries of a trial whose process died, from its newest checkpoint."""
     keep: Literal["best", "all"] = "best"
-    """Which trials keep their checkpoints when they are over: the best so far, or all."""
+    """Finished trials that keep their checkpoints: the best so far, or all."""
 
     @field_validator("name")
     @classmethod

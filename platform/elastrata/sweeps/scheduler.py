@@ -23,7 +23,7 @@ class NoneConfig(Config):
     """No early stopping: every trial runs to its end."""
 
     name: Literal["none"] = "none"
-    """This scheduler; the default."""
+    """No scheduler, the default."""
 
 
 class AshaConfig(Config):
@@ -31,11 +31,11 @@ class AshaConfig(Config):
     best 1 / `reduction_factor` at a rung stops there."""
 
     name: Literal["asha"]
-    """This scheduler."""
+    """Asynchronous successive halving."""
     reduction_factor: Annotated[float, Field(gt=1, le=1e6)] = 3.0
-    """Rungs are this factor apart, in tokens."""
+    """Ratio of the tokens of consecutive rungs."""
     grace_tokens: Tokens | None = None
-    """The first rung. Default: that of a trial's tokens over the third power of the factor."""
+    """Tokens of the first rung. Default: a trial's tokens / `reduction_factor` ** 3."""
 
 
 class MedianConfig(Config):
@@ -43,11 +43,11 @@ class MedianConfig(Config):
     than the median of the other trials' means up to the same number of tokens."""
 
     name: Literal["median"]
-    """This scheduler."""
+    """Median stopping rule."""
     grace_tokens: Tokens | None = None
-    """No trial stops before. Default: an eighth of a trial's tokens."""
+    """Tokens before which no trial stops. Default: 1/8 of a trial's."""
     min_trials: Annotated[int, Field(gt=0, le=10**6)] = 3
-    """There is no median of fewer other trials."""
+    """Minimum number of other trials for a median."""
 
 
 class PbtConfig(Config):
@@ -55,13 +55,13 @@ class PbtConfig(Config):
     worst trials copy the state of one of the best and change its values a little."""
 
     name: Literal["pbt"]
-    """This scheduler."""
+    """Population based training."""
     interval_tokens: Tokens | None = None
-    """From one look to the next. Default: an eighth of a trial's tokens."""
+    """Tokens between comparisons. Default: 1/8 of a trial's."""
     quantile: Annotated[float, Field(gt=0, le=0.5)] = 0.25
-    """The share of the trials that are the worst, and the best."""
+    """Share of the trials that counts as the worst, and as the best."""
     resample: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """How often a value is drawn anew instead of multiplied with 0.8 or 1.2."""
+    """Probability that a value is sampled again instead of multiplied by 0.8 or 1.2."""
 
 
 SchedulerConfig = Annotated[

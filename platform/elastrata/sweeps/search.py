@@ -31,16 +31,16 @@ class RandomConfig(Config):
     """Independent random points."""
 
     name: Literal["random"] = "random"
-    """This searcher; the default."""
+    """Random search, the default."""
     seed: Seed = 0
-    """Equal seeds draw equal points."""
+    """Seed of the points."""
 
 
 class GridConfig(Config):
     """All points of a grid. `trials` is ignored."""
 
     name: Literal["grid"]
-    """This searcher."""
+    """Grid search."""
 
 
 class OptunaConfig(Config):
@@ -48,11 +48,11 @@ class OptunaConfig(Config):
     points similar to the good ones so far. Needs the package optuna."""
 
     name: Literal["optuna"]
-    """This searcher."""
+    """Optuna's sampler."""
     seed: Seed = 0
-    """Equal seeds and results propose equal points."""
+    """Seed of the points, which also depend on the results."""
     startup_trials: Annotated[int, Field(ge=0, le=10**6)] = 8
-    """So many points are drawn at random first."""
+    """Number of initial points that are chosen at random."""
 
 
 SearcherConfig = Annotated[

@@ -30,8 +30,8 @@ class DomainKeys(Config):
     """Keys that every domain has, and the methods that searchers call."""
 
     when: Conditions = Field(default_factory=dict)
-    """The key has a value only where other keys of the space have these ones, a value or a list
-    each: `{optimizer.name: lamb}`."""
+    """Values of other keys of the space, one or a list each, on which this key depends:
+    `{optimizer.name: lamb}`."""
 
     def problems(self) -> list[str]:
         """Return a line per mistake in the domain, without its key."""
@@ -57,7 +57,7 @@ class DomainKeys(Config):
 
 class _Range(DomainKeys):
     points: Annotated[int, Field(gt=0, le=_MOST_POINTS)] | None = None
-    """How many values a grid takes from the range, its ends included."""
+    """Number of values that a grid takes from the range, including its ends."""
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -86,7 +86,7 @@ class Uniform(_Range):
     """Number from a range, each value equally likely."""
 
     uniform: Ends
-    """The smallest value and the largest."""
+    """Smallest and largest value."""
 
     @property
     @override
@@ -108,7 +108,7 @@ class LogUniform(_Range):
     """Number from a range, each order of magnitude equally likely."""
 
     loguniform: Ends
-    """The smallest value, above 0, and the largest."""
+    """Smallest value, above 0, and largest value."""
 
     @property
     @override
@@ -138,7 +138,7 @@ class Int(_Range):
     """Whole number from a range that includes both ends, each equally likely."""
 
     int: WholeEnds
-    """The smallest value and the largest."""
+    """Smallest and largest value."""
 
     @property
     @override
@@ -167,7 +167,7 @@ class Choice(DomainKeys):
     """One of several values, each equally likely."""
 
     choice: Values
-    """The values."""
+    """Values to choose from."""
 
     @override
     def problems(self) -> list[str]:

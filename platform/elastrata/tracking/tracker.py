@@ -197,13 +197,13 @@ _HOPELESS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST"
 
 
 class TrackingConfig(Config):
-    """Where the run is recorded."""
+    """Tracking of the run in MLflow."""
 
     uri: Annotated[str, Field(min_length=1)] | None = None
     """MLflow's tracking URI: `sqlite:///...`, `http(s)://...` or a database URL. Default: a SQLite
-    database `mlflow.db` in the run's storage folder, where that is local."""
+    database `mlflow.db` in the run's storage folder, if local."""
     experiment: Annotated[str, Field(min_length=1, max_length=500)] = "elastrata"
-    """The MLflow experiment; made where it is missing."""
+    """Name of the MLflow experiment; created if missing."""
 
 
 class Tracker:

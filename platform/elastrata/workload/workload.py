@@ -74,10 +74,10 @@ class TransformersNames:
 
 
 class Workload(Config):
-    """A model family with its objective."""
+    """A model family and its objective."""
 
     name: str
-    """The entry point's name: `bert`..."""
+    """Name of the workload's entry point, such as `bert`."""
 
     @staticmethod
     def registered(name: str) -> type[Workload]:

@@ -37,23 +37,22 @@ class Bert(MaskedTransformer):
     """
 
     name: Literal["bert"] = "bert"
-    """This workload."""
+    """BERT."""
     max_positions: Annotated[int, Field(gt=0, le=2**24)] = 512
-    """Longest sample the model can take, in tokens: rows of the position table."""
+    """Maximum sample length, in tokens: rows of the position table."""
     layer_norm_eps: Small = 1e-12
-    """Added to variances before the square root."""
+    """Number added to variances before the square root."""
     qk_norm: bool = False
-    """Whether every head's query and key are normalised, by a LayerNorm, before they meet: so
-    attention's logits stay small at large learning rates (Henry et al. 2020, arXiv 2010.04245;
-    Dehghani et al. 2023, arXiv 2302.05442). transformers has no such BERT: the export is
-    refused."""
+    """Whether to apply a LayerNorm to every head's queries and keys, which keeps attention's logits
+    small at large learning rates (Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv
+    2302.05442). transformers has no such BERT, so its export is refused."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability of zeroing a hidden activation (embeddings and residual branches; never
-    attention weights). 0 by default: one pass over much text does not overfit."""
+    """Probability of zeroing a hidden activation (embeddings and residual branches, never attention
+    weights). 0: one pass over much text does not overfit."""
     initializer_range: Small = 0.02
     """Standard deviation of the initial weights."""
     next_sentence: bool = False
-    """Whether to predict, too, if the second sentence followed the first; needs sentence pairs."""
+    """Whether to also predict if the second sentence followed the first. Needs sentence pairs."""
 
     def architecture(self) -> dict[str, Any]:
         """Return the keys that define the architecture, without objective, initialisation and

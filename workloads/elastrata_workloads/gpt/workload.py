@@ -55,41 +55,40 @@ class Gpt(UnpaddedTransformer):
     predicts: ClassVar = "lm"
 
     name: Literal["gpt"] = "gpt"
-    """This workload."""
+    """GPT."""
     num_kv_heads: Heads | None = None
-    """Heads of key and value, each shared by several of the query (grouped-query attention); must
-    divide `num_heads`. Default: as many as `num_heads`."""
+    """Heads of keys and values, each shared by several query heads (grouped-query attention). Must
+    divide `num_heads`, the default."""
     intermediate_size: Width | None = None
-    """Width of the feed-forward; default: 4 times `hidden_size`, with swiglu 8/3 times, rounded up
-    to a multiple of 256, as Llama's."""
+    """Width of the feed-forward. Default: 4 times `hidden_size`; with swiglu 8/3 times, rounded up
+    to a multiple of 256, as in Llama."""
     max_positions: Annotated[int, Field(gt=0, le=2**24)] = 1024
-    """Longest sample the model can take, in tokens; with learned positions the rows of the position
-    table."""
+    """Maximum sample length, in tokens; with learned positions, rows of the position table."""
     positions: Positions = "learned"
-    """learned: a table that is added to the embeddings. rotary: queries and keys are turned."""
+    """learned: a table added to the embeddings. rotary: rotation of queries and keys."""
     rotary_base: Annotated[float, Field(gt=0, le=1e15)] = 10_000.0
-    """rotary only: base of the wave lengths; larger for longer samples."""
+    """rotary only: base of the wavelengths; larger for longer samples."""
     activation: Activation = "gelu"
-    """gelu: a feed-forward of two matrices, with GPT-2's tanh approximation. swiglu: of three."""
+    """Activation of the feed-forward. gelu: two matrices, GPT-2's tanh approximation. swiglu: three
+    matrices."""
     norm: Norm = "layer"
-    """layer: LayerNorm. rms: RMSNorm."""
+    """Normalisation. layer: LayerNorm. rms: RMSNorm."""
     norm_eps: Small = 1e-5
-    """Added to variances, or mean squares, before the square root."""
+    """Number added to variances, or mean squares, before the square root."""
     bias: bool = True
-    """Whether projections and LayerNorms have biases; RMSNorm has none."""
+    """Whether projections and LayerNorms have biases. RMSNorm has none."""
     tied_embeddings: bool = True
-    """Whether the head is the token embedding."""
+    """Whether the head shares the token embedding's weights."""
     qk_norm: bool = False
-    """Whether every head's query and key are normalised, as `norm` says, before they meet: so
-    attention's logits stay small at large learning rates (Henry et al. 2020, arXiv 2010.04245;
-    Dehghani et al. 2023, arXiv 2302.05442). In Llama's style with `bias: false` the export is a
-    Qwen3, else it is refused."""
+    """Whether to apply the `norm` to every head's queries and keys, which keeps attention's logits
+    small at large learning rates (Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv
+    2302.05442). Exported as a Qwen3 in Llama's style with `bias: false`, else refused."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability of zeroing a hidden activation (embeddings and residual branches; never
-    attention weights). 0 by default: one pass over much text does not overfit."""
+    """Probability of zeroing a hidden activation (embeddings and residual branches, never attention
+    weights). 0: one pass over much text does not overfit."""
     initializer_range: Small = 0.02
-    """Standard deviation of the initial weights; projections to the residual stream have that over
-    the square root of 2 `num_layers`."""
+    """Standard deviation of the initial weights; over the square root of 2 `num_layers` for
+    projections to the residual stream."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Gpt:

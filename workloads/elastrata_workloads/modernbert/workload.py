@@ -38,29 +38,29 @@ class ModernBert(MaskedTransformer):
     """
 
     name: Literal["modernbert"] = "modernbert"
-    """This workload."""
+    """ModernBERT."""
     num_layers: Layers = 22
     """Number of transformer blocks."""
     intermediate_size: Width | None = None
-    """Width of the feed-forward, of three matrices; default: 3/2 times `hidden_size`."""
+    """Width of the feed-forward, of three matrices. Default: 3/2 times `hidden_size`."""
     max_positions: Annotated[int, Field(gt=0, le=2**24)] = 8192
-    """Longest sample the model can take, in tokens; there is no table of positions."""
+    """Maximum sample length, in tokens. There is no position table."""
     window: Annotated[int, Field(gt=0, le=2**24, multiple_of=2)] = 128
-    """Tokens that a local layer attends to around each, half of them to each side."""
+    """Tokens around each that a local layer attends to, half on each side."""
     global_every: Layers = 3
-    """The first of so many layers, and so on, attends to all tokens of a sample; the others, local
-    ones, within `window`."""
+    """Interval of global layers, from the first on, which attend to all tokens of a sample; the
+    other, local ones only within `window`."""
     global_rotary_base: Base = 160_000.0
-    """Base of the wave lengths of global layers; larger for longer samples."""
+    """Base of the wavelengths of global layers; larger for longer samples."""
     local_rotary_base: Base = 10_000.0
-    """Base of those of local layers."""
+    """Base of the wavelengths of local layers."""
     norm_eps: Small = 1e-5
-    """Added to variances before the square root."""
+    """Number added to variances before the square root."""
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability of zeroing a number of attention's output; never attention weights."""
+    """Probability of zeroing an element of attention's output, never attention weights."""
     initializer_range: Small = 0.02
-    """Standard deviation of the initial weights, which are at most two of them from 0; projections
-    to the residual stream have that over the square root of 2 `num_layers`."""
+    """Standard deviation of the initial weights, truncated at twice that; over the square root of 2
+    `num_layers` for projections to the residual stream."""
     mask_probability: Annotated[float, Field(gt=0, lt=1)] = 0.3
     """Share of each sample's maskable tokens to predict; at least one token."""
 

@@ -215,9 +215,9 @@ class MaskedTransformer(UnpaddedTransformer):
     mask_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of each sample's maskable tokens to predict; at least one token."""
     max_predictions: Annotated[int, Field(gt=0, le=2**24)] | None = None
-    """Most predictions per sample; default: no limit."""
+    """Maximum predictions per sample. Default: no limit."""
     whole_word: bool = False
-    """Whether all pieces of a word are masked together."""
+    """Whether to mask all pieces of a word together."""
 
     @property
     def masking(self) -> MaskingRule:

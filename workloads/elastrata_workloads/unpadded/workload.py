@@ -93,18 +93,18 @@ class UnpaddedTransformer(PlannableWorkload, TensorParallel, PipelineParallel, H
     num_heads: Heads = 12
     """Attention heads per block; must divide `hidden_size`."""
     intermediate_size: Width | None = None
-    """Width of the feed-forward; default: 4 times `hidden_size`."""
+    """Width of the feed-forward. Default: 4 times `hidden_size`."""
     z_loss: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Coefficient of a loss term that keeps logits from drifting: the mean squared logarithm of the
-    sum of their exponentials (Zoph et al. 2022, arXiv 2202.08906). 0: none; PaLM has 1e-4
-    (Chowdhery et al. 2022, arXiv 2204.02311)."""
+    """Coefficient of a loss term that keeps logits small: the mean squared logarithm of the sum of
+    their exponentials (Zoph et al. 2022, arXiv 2202.08906). 0: none; PaLM uses 1e-4 (Chowdhery et
+    al. 2022, arXiv 2204.02311)."""
     embedding_multiple: Annotated[int, Field(gt=0, le=2**20)] = 1
-    """The embedding table gets rows up to a multiple of this, which GPUs multiply faster by (64 is
-    common). The added rows are no ids: they take no part in the loss and are not exported."""
+    """Multiple to which the embedding table's rows are rounded up, for faster GPU kernels (64 is
+    common). Added rows take no part in the loss and are not exported."""
     attention: Kernel = "auto"
-    """Both without padding. varlen: one call for all samples, in bf16 on GPUs of compute
-    capability 8.0 and above. dense: one call per run of samples of equal length, anywhere. auto:
-    varlen where it can be had."""
+    """Attention kernel, without padding. varlen: one call for all samples, in bf16 on GPUs of
+    compute capability 8.0 and above. dense: one call per run of samples of equal length, on any
+    device. auto: varlen if available."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
