@@ -175,6 +175,14 @@ def test_pruning_keeps_the_last_and_the_best(storage: Storage) -> None:
     assert file_problems(storage, list_commits(storage)[0]) == []
 
 
+def test_pruning_keeps_every_nth_step_and_of_a_repeated_one_the_newest(storage: Storage) -> None:
+    for attempt, step in ((1, 2), (1, 3), (1, 4), (2, 4), (2, 5), (2, 6), (2, 7)):
+        put(storage, step, attempt=attempt)
+    removed = prune(storage, keep_last=1, keep_best=False, keep_every=2)
+    assert [(commit.step, commit.place[0]) for commit in removed] == [(5, 2), (4, 1), (3, 1)]
+    assert steps(storage) == [7, 6, 4, 2]
+
+
 def test_pruning_removes_what_dead_attempts_left_and_nothing_that_may_be_in_work(
     storage: Storage,
 ) -> None:

@@ -208,7 +208,7 @@ NOT_RUN = {
     "elastrata fork stem@30000 --name short steps=33000": _FORKED,
     "elastrata fork stem@30000 --name middle steps=40000": _FORKED,
     "elastrata train gpt/quick data.path=data/mine-gpt steps=60000 schedule.shape=wsd "
-    "checkpoint.keep_last=20 --name stem": _FORKED,
+    "checkpoint.keep_every=10000 --name stem": _FORKED,
     "elastrata train --resume short": "as `elastrata train --resume RUN`",
     "elastrata export first --weights average --out models/averaged": _AVERAGED,
     "elastrata export first --weights mean:5 --out models/mean": _AVERAGED,

@@ -46,6 +46,7 @@ class DurableSaver:
         storage: the run's folder of checkpoints.
         keep_last: number of newest commits to keep.
         keep_best: whether to keep the commit with the smallest evaluation loss, too.
+        keep_every: see `prune`.
         attempt: number of this group of workers, equal on all ranks and larger than that of any
             commit in `storage`. Default: found by a listing.
         lean: save cheaply what is short-lived: tensors as raw bytes, which other tools cannot read,
@@ -67,6 +68,7 @@ class DurableSaver:
         *,
         keep_last: int,
         keep_best: bool,
+        keep_every: int | None = None,
         attempt: int | None = None,
         lean: bool = False,
         stager: Stager | None = None,
@@ -81,6 +83,7 @@ class DurableSaver:
         self._storage = storage
         self._keep_last = keep_last
         self._keep_best = keep_best
+        self._keep_every = keep_every
         self._writer = RawWriter if lean else CommitWriter
         self._what = what
         self._warn = warn
@@ -203,6 +206,7 @@ class DurableSaver:
                 self._storage,
                 keep_last=self._keep_last,
                 keep_best=self._keep_best,
+                keep_every=self._keep_every,
                 before_removal=self._before_removal,
             )
             for commit in removed:

@@ -29,7 +29,18 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *_sparse_phase_problems(recipe),
         *automatic_problems(recipe),
         *memory_problems(recipe),
+        *_checkpoint_problems(recipe),
     ]
+
+
+def _checkpoint_problems(recipe: Recipe) -> Iterator[Problem]:
+    config = recipe.checkpoint
+    if config.keep_every and config.keep_every % config.every:
+        yield (
+            ("checkpoint", "keep_every"),
+            f"checkpoint.keep_every: {config.keep_every}: expected a multiple of checkpoint.every "
+            f"({config.every})",
+        )
 
 
 def _phase_problems(recipe: Recipe) -> Iterator[Problem]:

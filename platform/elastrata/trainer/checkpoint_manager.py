@@ -72,6 +72,7 @@ class CheckpointManager:
             stager=self._stager,
             keep_last=config.keep_last,
             keep_best=config.keep_best,
+            keep_every=config.keep_every,
             warn=self._save_failed,
             on_commit=self._committed,
             before_removal=reporter.before_removal,
