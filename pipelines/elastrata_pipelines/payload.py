@@ -172,7 +172,7 @@ def check_order(
         last: the run's last step.
 
     Raises:
-        MisdealtError: steps belong to another rank or another number of ranks, are out of order, or
+        WrongStepError: steps belong to another rank or another number of ranks, are out of order, or
             end too soon.
     """
     # The order of Ray Data's blocks is not documented, so it is checked.

@@ -41,7 +41,7 @@ class CommitReader(FileSystemReader):
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         places = {id(item): self.storage_data[item.storage_index] for item in plan.items}
-        # RAW items come from LeanWriter: DCP expects an archive of torch.save for each tensor.
+        # RAW items come from RawWriter: DCP expects an archive of torch.save for each tensor.
         if not all(place.transform_descriptors == (RAW,) for place in places.values()):
             return super().read_data(plan, planner)
         # One read per file: a request per tensor would cost more than its bytes.

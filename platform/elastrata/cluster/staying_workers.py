@@ -247,7 +247,7 @@ def raise_if_aborted() -> None:
     """Stop the training thread before it records or sends a result of an aborted collective.
 
     Raises:
-        LetGoError: the collectives of this worker's group were aborted.
+        ReleasedError: the collectives of this worker's group were aborted.
     """
     # NCCL stops the kernels of an aborted collective at any point, and the stream continues: the
     # tensor then holds any mix of input, partial sums and old memory, and no call has failed. The

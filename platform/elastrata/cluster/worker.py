@@ -329,7 +329,7 @@ def _wait_for_end(request: ControlSignal, seconds: float) -> NoReturn:
     Raises:
         Stopped: the run was asked to end.
         TimeoutError: the group was not ended in time.
-        LetGoError: this process may serve in the next group.
+        ReleasedError: this process may serve in the next group.
     """
     if request.action == Action.STOP:
         raise Stopped(request.text)

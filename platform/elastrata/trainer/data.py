@@ -357,7 +357,7 @@ def limit_problems(
     permits."""
     try:
         placed = place_phases(phases, origin)
-    # one_after_another() cannot place phases whose sources all run out.
+    # place_phases() cannot place phases whose sources all run out.
     except ValueError:
         return [_exhaustion_problem(recipe, phases)]
     sizes = [phase.size for phase in placed]

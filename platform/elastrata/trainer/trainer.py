@@ -220,7 +220,7 @@ class Trainer:
             on_times: as in `LoopHooks`.
 
         Raises:
-            MisdealtError: the stream has steps of other ranks, or not the remaining steps.
+            WrongStepError: the stream has steps of other ranks, or not the remaining steps.
         """
         # A run that began with given weights is evaluated before its first step, as step 0.
         if at_once := held_out.steps_due_at_start():
@@ -267,7 +267,7 @@ class Trainer:
             generator is closed, no background work is left.
 
         Raises:
-            MisdealtError: the stream has steps of other ranks, or not the remaining steps.
+            WrongStepError: the stream has steps of other ranks, or not the remaining steps.
         """
         recipe = self._recipe
         loop = build_loop(
