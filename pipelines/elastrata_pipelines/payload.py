@@ -172,8 +172,8 @@ def check_order(
         last: the run's last step.
 
     Raises:
-        WrongStepError: steps belong to another rank or another number of ranks, are out of order, or
-            end too soon.
+        WrongStepError: steps belong to another rank or another number of ranks, are out of order,
+            or end too soon.
     """
     # The order of Ray Data's blocks is not documented, so it is checked.
     tail = "Ray Data hands out blocks in another order than this Elastrata relies on"
