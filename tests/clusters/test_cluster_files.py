@@ -132,6 +132,9 @@ def test_the_images_are_pinned_and_install_what_is_tested() -> None:
     installs = [line for line in text.splitlines() if "pip install" in line]
     assert installs
     assert all("-c constraints.txt" in line for line in installs)
+    # Without a C compiler, `compile` would be off in the image for GPUs.
+    _, _, gpu = text.partition(" AS torch-gpu")
+    assert re.search(r"install .*\bgcc libc6-dev\b", gpu)
     assert {"cpu", "gpu"} <= set(re.findall(r"^FROM \S+ AS (\S+)", text, flags=re.MULTILINE))
 
 

@@ -42,6 +42,28 @@ def test_where_there_is_varlen(capability, dtype, there) -> None:
 
 
 @pytest.mark.parametrize(
+    ("size", "there"), [(64, True), (256, True), (26, False), (8, True), (264, False)]
+)
+def test_varlen_takes_some_sizes_of_heads(size: int, there: bool) -> None:
+    assert has_varlen((9, 0), BF16, size) is there
+
+
+def test_a_size_of_heads_without_a_kernel_is_told_and_computed_densely(monkeypatch) -> None:
+    """TinyBERT's: 12 heads of 26 features."""
+    bert, h100 = Bert(hidden_size=312, num_heads=12), machine("an H100", (9, 0))
+    (line,) = bert.substitutions(h100, BF16)
+    assert line == (
+        "workload.attention: auto: there is none for heads of 26, but for multiples of 8 up to 256"
+        + INSTEAD
+    )
+    assert bert.interrupts_graphs(h100, BF16)
+    monkeypatch.setattr(attention_module, "_capability", lambda query: (9, 0))
+    qkv = [torch.randn(20, 2, 26, dtype=BF16) for _ in range(3)]
+    segments = Segments(torch.tensor([0, 8, 20], dtype=torch.int32), (8, 12), 12)
+    assert attention(*qkv, segments, "auto").shape == (20, 2, 26)  # varlen would raise on a CPU
+
+
+@pytest.mark.parametrize(
     ("kernel", "device", "dtype", "lines"),
     [
         ("varlen", machine("this CPU", None), BF16, ["this CPU"]),
@@ -96,7 +118,7 @@ def test_the_recipe_chooses_the_kernel(make_bert, make_rows, vocabulary, monkeyp
         return value
 
     monkeypatch.setattr(attention_module, "varlen_attn", kernel)
-    monkeypatch.setattr(attention_module, "has_varlen", lambda capability, dtype: True)
+    monkeypatch.setattr(attention_module, "has_varlen", lambda *_: True)
     counts = {}
     for name in ("auto", "varlen", "dense"):
         bert = make_bert(attention=name)

@@ -62,7 +62,7 @@ def attention(
         key: shape [T, K, D].
         value: shape [T, K, D].
         segments: cover all T tokens.
-        kernel: "dense"; any other value uses varlen if the device and dtype support it, else dense.
+        kernel: "dense"; any other value uses varlen if device, dtype and D permit it, else dense.
         causal: whether a token attends only to itself and to earlier tokens.
         window: maximum distance of attended tokens, to each side (Beltagy et al. 2020, arXiv
             2004.05150); None: no limit.
@@ -71,7 +71,7 @@ def attention(
         Shape [T, H, D].
     """
     is_grouped = query.shape[1] != key.shape[1]
-    if kernel == "dense" or not has_varlen(_capability(query), query.dtype):
+    if kernel == "dense" or not has_varlen(_capability(query), query.dtype, query.shape[-1]):
         # `within` requires as many key and value heads as query heads.
         if window is not None and is_grouped:
             key, value = (_for_each_head(query, shared) for shared in (key, value))

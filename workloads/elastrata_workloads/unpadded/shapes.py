@@ -21,6 +21,8 @@ Kernel = Literal["auto", "varlen", "dense"]
 # torch's varlen attention is flash attention, which needs Ampere or newer and half precision.
 _LEAST_CAPABILITY = (8, 0)
 _DTYPES = (torch.bfloat16, torch.float16)
+# Other head sizes raise at the first step.
+_HEAD_MULTIPLE, _LARGEST_HEAD = 8, 256
 
 
 def is_gated(activation: Activation) -> bool:
@@ -28,16 +30,21 @@ def is_gated(activation: Activation) -> bool:
     return activation.endswith("glu")
 
 
-def has_varlen(capability: tuple[int, int] | None, dtype: torch.dtype) -> bool:
-    """Return whether flash attention supports this dtype on a device of this capability."""
-    return capability is not None and capability >= _LEAST_CAPABILITY and dtype in _DTYPES
+def has_varlen(
+    capability: tuple[int, int] | None, dtype: torch.dtype, head_size: int = _HEAD_MULTIPLE
+) -> bool:
+    """Return whether flash attention supports this dtype and head size on a device of this
+    capability."""
+    is_size = head_size % _HEAD_MULTIPLE == 0 and head_size <= _LARGEST_HEAD
+    is_device = capability is not None and capability >= _LEAST_CAPABILITY
+    return is_device and is_size and dtype in _DTYPES
 
 
 def interrupts_graphs(
-    kernel: Kernel, capability: tuple[int, int] | None, dtype: torch.dtype
+    kernel: Kernel, capability: tuple[int, int] | None, dtype: torch.dtype, head_size: int
 ) -> bool:
     """Return whether attention breaks compiled graphs, as dense attention on GPUs does."""
-    is_dense = kernel == "dense" or not has_varlen(capability, dtype)
+    is_dense = kernel == "dense" or not has_varlen(capability, dtype, head_size)
     return capability is not None and is_dense
 
 
@@ -48,15 +55,21 @@ def shares_heads(varlen_attn: Callable[..., object]) -> bool:
 
 
 def kernel_substitutions(
-    kernel: Kernel, capabilities: DeviceCapabilities, dtype: torch.dtype
+    kernel: Kernel, capabilities: DeviceCapabilities, dtype: torch.dtype, head_size: int
 ) -> list[str]:
-    """Return one line if `workload.attention` requests a kernel that is unavailable."""
-    if kernel != "varlen" or has_varlen(capabilities.capability, dtype):
+    """Return one line if `workload.attention` requests a kernel that is unavailable, or if the head
+    size alone prevents the fast one."""
+    capability = capabilities.capability
+    if kernel == "dense" or has_varlen(capability, dtype, head_size):
         return []
-    is_fp32 = has_varlen(capabilities.capability, torch.bfloat16)
-    where = "fp32" if is_fp32 else capabilities.device
+    if has_varlen(capability, dtype):
+        where = f"heads of {head_size}, but for multiples of {_HEAD_MULTIPLE} up to {_LARGEST_HEAD}"
+    elif kernel == "auto":
+        return []
+    else:
+        where = "fp32" if has_varlen(capability, torch.bfloat16) else capabilities.device
     return [
-        f"workload.attention: varlen: there is none for {where}; dense instead, one call per "
+        f"workload.attention: {kernel}: there is none for {where}; dense instead, one call per "
         "run of samples of equal length"
     ]
 

@@ -144,12 +144,14 @@ class UnpaddedTransformer(PlannableWorkload, TensorParallel, PipelineParallel, H
     @override
     def substitutions(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
         """Return one line if `attention` requests a kernel that is unavailable."""
-        return kernel_substitutions(self.attention, capabilities, dtype)
+        head_size = self.hidden_size // self.num_heads
+        return kernel_substitutions(self.attention, capabilities, dtype, head_size)
 
     @override
     def interrupts_graphs(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> bool:
         """Return whether attention breaks compiled graphs: if it is dense, on a GPU."""
-        return interrupts_graphs(self.attention, capabilities.capability, dtype)
+        head_size = self.hidden_size // self.num_heads
+        return interrupts_graphs(self.attention, capabilities.capability, dtype, head_size)
 
     @override
     def blocks(self, model: nn.Module) -> list[nn.Module]:
