@@ -82,8 +82,10 @@ def test_parameters_travel_as_often_as_they_should() -> None:
     """Two blocks and what is left, three micro-batches."""
     kept = {"reshard_after_forward": False}
     ways = [{}, kept, REPLICAS, {**REPLICAS, **BF16}, {**kept, **BF16}, EACH, {**kept, **EACH}]
+    ways += [{**REPLICAS, **EACH}, {**REPLICAS, **BF16, **EACH}]
     ranks = run_fresh_ranks(2, messages_each_way, 3, ways)
-    default, once, copied, copied_bf16, once_bf16, each_one, each_kept = ranks[0]
+    default, once, copied, copied_bf16, once_bf16, each_one, each_kept, *each_copied = ranks[0]
+    assert each_copied == [{"all_reduce": 3}] * 2, "once a step, also where it is our own"
     assert each_one == {"all_gather_single": 3 * (2 * 2 + 1), "reduce_scatter_single": 3 * 3}
     assert each_kept == {"all_gather_single": 3, "reduce_scatter_single": 3 * 3}
     assert default == {"all_gather_single": 3 * (2 * 2 + 1), "reduce_scatter_single": 3}

@@ -40,6 +40,8 @@ _KEEPS_PARAMETERS = "_keeps_parameters"
 every micro-batch."""
 _ORDERED_REDUCTIONS = "_in_order"
 """Attribute of such a model: its reductions that add up in the order of virtual ranks."""
+_REDUCTION = "_reduction"
+"""Attribute of such a model: its own reduction, or None for FSDP2's."""
 
 
 class ParallelConfig(Config):
@@ -193,6 +195,7 @@ def _shard(
     setattr(model, _KEEPS_PARAMETERS, keeps)
     in_order: list[DeterministicReduceScatter] = []
     setattr(model, _ORDERED_REDUCTIONS, in_order)
+    setattr(model, _REDUCTION, reduction)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # FSDP2 averages by default. Our reductions also require the plain operator SUM.
@@ -272,6 +275,8 @@ def synchronize_gradients(model: nn.Module, wanted: bool, *, is_last: bool | Non
         model.set_requires_gradient_sync(wanted)
         # Sums over copies of the model are only needed once, of the accumulated shards.
         model.set_requires_all_reduce(wanted and is_last)
+        if reduction := getattr(model, _REDUCTION, None):
+            reduction.sums_over_copies = is_last
         if getattr(model, _KEEPS_PARAMETERS, False):
             # A model that keeps its parameters does so until the last backward pass.
             model.set_reshard_after_backward(is_last)

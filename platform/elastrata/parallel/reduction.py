@@ -167,12 +167,14 @@ class Reduction(DefaultReduceScatter):
         self._then = then
         self._copies = copies
         self._exchange = exchange
+        self.sums_over_copies = True
+        """False before the last backward pass of a step: sums over `copies` wait for that."""
 
     def attach(self, module: FSDPModule) -> None:
         """Reduce this bucket's gradient. FSDP2 must only know the ranks that share a copy."""
         module.set_custom_reduce_scatter(self)
         if self._copies:
-            module.set_all_reduce_hook(self._over_copies)
+            module.set_all_reduce_hook(_SumOverCopies(self, self._copies))
 
     @override
     def __call__(
@@ -208,11 +210,33 @@ class Reduction(DefaultReduceScatter):
         then(work, lambda: torch.sum(parts, 0, dtype=output_tensor.dtype, out=output_tensor))
         return None
 
-    def _over_copies(self, gradient: Tensor) -> None:
-        """Sum over `copies` in place. Collective."""
+    def all_reduce(self, gradient: Tensor, copies: dist.ProcessGroup) -> None:
+        """Sum over the copies in place, in the type in which gradients travel. Collective."""
         sent = gradient.to(self._dtype)
-        work = dist.all_reduce(sent, group=self._copies, async_op=True)
+        work = dist.all_reduce(sent, group=copies, async_op=True)
         self._then(work, lambda: gradient.copy_(sent))
+
+
+class _SumOverCopies:
+    """FSDP2's hook of one bucket after its sum over the ranks that share a copy.
+
+    FSDP2 calls it in every backward pass that reduces, whether `set_requires_all_reduce` is set or
+    not. So it keeps the sums of the earlier passes itself, as FSDP2 does without a hook.
+    """
+
+    def __init__(self, reduction: Reduction, copies: dist.ProcessGroup) -> None:
+        self._reduction, self._copies = reduction, copies
+        self._partial: Tensor | None = None
+
+    def __call__(self, gradient: Tensor) -> None:
+        if not self._reduction.sums_over_copies:
+            self._partial = gradient.clone() if self._partial is None else self._partial + gradient
+            gradient.zero_()  # FSDP2 adds it to the shard's gradient
+            return
+        if self._partial is not None:
+            gradient.add_(self._partial)
+            self._partial = None
+        self._reduction.all_reduce(gradient, self._copies)
 
 
 class DeterministicReduceScatter(ReduceScatter):
