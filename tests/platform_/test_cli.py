@@ -15,6 +15,7 @@ from rich.table import Table
 
 from elastrata.cli.main import run, run_command
 from elastrata.terminal.console import escape_foreign_letters, open_console, print_json_line
+from elastrata_pipelines.errors import UserError
 from support.synthetic import write_data_set
 
 
@@ -41,6 +42,7 @@ def _json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     ("arguments", "line"),
     [
         (["tran"], "No such command 'tran'. Did you mean 'train'? Try 'elastrata --help'."),
+        (["status"], "Missing argument 'RUN'. Try 'elastrata status --help'."),
         (["train"], "expected a recipe, such as bert/tiny, or --resume RUN"),
         (["train", "bert/tiny", "--nome", "x"], "No such option: --nome"),
         (["train", "bert/tinny"], "bert/tinny: no such recipe (did you mean 'bert/tiny'?)"),
@@ -182,6 +184,22 @@ def test_a_failure_is_one_line_and_the_rest_on_demand(capsys: pytest.CaptureFixt
     assert json.loads(printed.out) == {"status": "error", "errors": lines}
     assert run_command(fail, as_json=False, with_traceback=True) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_many_and_long_lines_are_cut_in_a_terminal_and_whole_as_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    problems = [f"shard {number} is missing" for number in range(20_000)] + ["x" * 3000]
+
+    def fail() -> None:
+        raise UserError(*reversed(problems))
+
+    assert run_command(fail, as_json=True, with_traceback=False) == 2
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert (len(lines), len(lines[0])) == (51, 1003)
+    assert lines[-1] == "and 19,951 more; --json shows all"
+    assert len(json.loads(printed.out)["errors"]) == 20_001
 
 
 def test_a_termination_is_an_interrupt() -> None:

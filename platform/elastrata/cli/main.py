@@ -39,6 +39,8 @@ from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, hide_unreco
 
 # 130 is 128 + SIGINT, as shells report it.
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+_MOST_LINES, _MOST_CHARACTERS = 50, 1000
+"""Most lines of a failure in a terminal, and most characters of a line; JSON has all."""
 _KEY = re.compile(r"(?:--)?[\w.-]+")
 
 _COMMANDS = (
@@ -168,10 +170,20 @@ def run_command(command: Callable[[], object], *, as_json: bool, with_traceback:
         return code if isinstance(code, int) else 0
     # Messages of libraries may contain URLs with passwords.
     lines = [*map(hide_secrets, failure[1])]
-    print_error(*lines)
+    print_error(*_shorten(lines))
     if as_json:
         print_json_line({"status": "error", "errors": lines})
     return failure[0]
+
+
+def _shorten(lines: Sequence[str]) -> list[str]:
+    """Return the first lines, each cut where it is too long, and how many more there are."""
+    shown = [
+        line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..."
+        for line in lines[:_MOST_LINES]
+    ]
+    more = len(lines) - len(shown)
+    return [*shown, f"and {more:,} more; --json shows all"] if more else shown
 
 
 def _refuse_secrets(arguments: Sequence[str]) -> None:
@@ -199,7 +211,10 @@ def _refuse_secrets(arguments: Sequence[str]) -> None:
 
 def _format_usage(error: typer.TyperException) -> str:
     message = getattr(error, "format_message", lambda: str(error))()
-    return f"{message} Try 'elastrata --help'."
+    context = getattr(error, "ctx", None)
+    # Of the command that lacks an argument, if one was recognised.
+    command = context.command_path if context else "elastrata"
+    return f"{message} Try '{command} --help'."
 
 
 def _summarize_error(error: Exception) -> str:
