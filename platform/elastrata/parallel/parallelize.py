@@ -100,7 +100,8 @@ class ParallelConfig(Config):
     reduction each, so losses are equal to the bit at any number of workers (with `tensor`, of
     groups of that many); a multiple of all numbers of workers is balanced best. Needs
     `workers.threads`, because sums in an operator depend on its threads, and AdamW with
-    `optimizer.fused: false`."""
+    `optimizer.fused: false`. On GPUs kernels that add with atomics differ in the last bits between
+    two runs of the same number of workers, too."""
 
     @property
     def group_size(self) -> int:
