@@ -120,6 +120,8 @@ class Masks(StepHooks):
         """
         # Reading `finite` waits for the device, hence only in steps that need it.
         if self.is_update and finite and all_finite(self._gradients):
+            # Algorithm 1 takes no optimizer step together with an update of masks. Here it does:
+            # otherwise the samples of such a batch would be counted as seen and teach nothing.
             self._update(optimizer)
         for name, mask in self._masks.items():
             # Before clipping, so that they count in no norm.
