@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,13 @@ Overrides = Sequence[str] | Mapping[str, object]
 def _to_lines(overrides: Overrides) -> Sequence[str]:
     """Return overrides as a command line has them. JSON is YAML, too."""
     if isinstance(overrides, Mapping):
-        return [f"{path}={json.dumps(value)}" for path, value in overrides.items()]
-    return overrides
+        # `default`: a Path is its text.
+        values = {
+            path: json.dumps(value, ensure_ascii=False, default=str)
+            for path, value in overrides.items()
+        }
+        return [f"{path}={value}" for path, value in values.items()]
+    return [overrides] if isinstance(overrides, str) else overrides
 
 
 def run_name(recipe: Recipe) -> str:
@@ -51,7 +57,7 @@ def run_name(recipe: Recipe) -> str:
 
 
 def train(
-    recipe: Recipe | str,
+    recipe: Recipe | str | os.PathLike[str],
     overrides: Overrides = (),
     *,
     address: str | None = None,
@@ -76,8 +82,8 @@ def train(
     from elastrata.terminal.console import open_console
     from elastrata.terminal.progress import Progress, phase_lines
 
-    if isinstance(recipe, str):
-        recipe = load_recipe(recipe, _to_lines(overrides))
+    if isinstance(recipe, str | os.PathLike):
+        recipe = load_recipe(os.fspath(recipe), _to_lines(overrides))
     elif overrides:
         raise UserError("overrides: expected none with a Recipe: give a file or a recipe's name")
 

@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from elastrata.cli.main import run
+from elastrata.deploy import jobs
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +29,12 @@ def test_where_no_job_server_answers(capsys: pytest.CaptureFixture[str]) -> None
         assert run(["submit", "bert/tiny", "--cluster", address]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"--cluster: {address}: no job server answers there (")
+
+
+def test_rays_own_search_for_a_server_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "JobSubmissionClient", lambda address: address)
+    with jobs.connect_to_job_server("auto") as client:
+        assert client == "auto"
 
 
 class WithoutAgent(BaseHTTPRequestHandler):

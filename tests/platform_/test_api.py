@@ -53,7 +53,7 @@ def test_an_evaluation_anew_is_the_one_on_record(trained: tuple[TrainResult, str
 
 
 def test_a_recipe_by_its_name_and_overrides_in_a_mapping(tmp_path: Path) -> None:
-    missing = str(tmp_path / "nothing")
+    missing = tmp_path / "nothing"
     with pytest.raises(elastrata.UserError, match="nothing"):
         elastrata.train("bert/tiny", {"data.path": missing, "steps": 3, "workers.spares": False})
     with pytest.raises(elastrata.UserError, match=r"optimizer\.lrr"):

@@ -176,11 +176,13 @@ def test_pruning_keeps_the_last_and_the_best(storage: Storage) -> None:
 
 
 def test_pruning_keeps_every_nth_step_and_of_a_repeated_one_the_newest(storage: Storage) -> None:
-    for attempt, step in ((1, 2), (1, 3), (1, 4), (2, 4), (2, 5), (2, 6), (2, 7)):
+    for attempt, step in ((1, 1), (1, 2), (1, 3), (1, 4), (2, 4), (2, 5), (2, 7), (2, 8), (2, 9)):
         put(storage, step, attempt=attempt)
     removed = prune(storage, keep_last=1, keep_best=False, keep_every=2)
-    assert [(commit.step, commit.place[0]) for commit in removed] == [(5, 2), (4, 1), (3, 1)]
-    assert steps(storage) == [7, 6, 4, 2]
+    assert [(commit.step, commit.place[0]) for commit in removed] == [
+        *((5, 2), (4, 1), (3, 1), (1, 1))
+    ]
+    assert steps(storage) == [9, 8, 7, 4, 2], "7: the save of step 6 came late"
 
 
 def test_pruning_removes_what_dead_attempts_left_and_nothing_that_may_be_in_work(

@@ -24,8 +24,8 @@ class CheckpointConfig(Config):
     """Whether to also keep the checkpoint with the smallest evaluation loss. Only evaluated steps
     compete: make `every` a multiple of `evaluation.every`."""
     keep_every: Annotated[int, Field(gt=0, le=10**9)] | None = None
-    """Also keep the checkpoints of steps that are multiples of this, for forks and averages. A
-    multiple of `every`. Default: none."""
+    """Also keep the first checkpoint at or after each multiple of this many steps, for forks and
+    averages. A multiple of `every`. Default: none."""
     hot_steps: Annotated[int, Field(ge=0, le=10**9)] = 20
     """Maximum steps lost with a worker; 0: no in-memory checkpoints. They are made twice in this
     many steps, on GPUs more often if cheap. If one is over 5 s late, the next is skipped, which
@@ -59,7 +59,8 @@ def prune(
         storage: the run's folder of checkpoints.
         keep_last: number of newest commits to keep.
         keep_best: whether to keep the commit with the smallest evaluation loss, too.
-        keep_every: whether to keep those of steps that are multiples of this, too; None: none.
+        keep_every: also keep the first commit at or after each multiple of this many steps, as a
+            slow save delays the next one; None: none.
         before_removal: called with the folders to remove, if any; nothing is removed if it raises.
 
     Returns:
@@ -75,7 +76,8 @@ def prune(
     if keep_every:
         # Of a step that was repeated after a fault, the newest commit.
         by_step = {commit.step: commit for commit in reversed(found)}
-        kept += [commit for step, commit in by_step.items() if step % keep_every == 0]
+        first = {step // keep_every: by_step[step] for step in sorted(by_step, reverse=True)}
+        kept += [commit for interval, commit in first.items() if interval]
     names = [str(name) for name in list_folders(storage)]
     staying = {commit.folder for commit in kept}
     # Newest first: what follows the newest commit is older, so no live attempt writes to it.

@@ -283,7 +283,8 @@ def job_server_errors(server: JobSubmissionClient) -> Iterator[None]:
 
 
 def _connect(address: str, shown: str) -> JobSubmissionClient:
-    _check_port(address, shown)
+    if address != "auto":  # Ray finds that one itself
+        _check_port(address, shown)
     # Ray's client has no argument that takes precedence over these variables.
     removed = {name: os.environ.pop(name) for name in _OVERRIDES if name in os.environ}
     try:
@@ -315,7 +316,8 @@ def _check_port(address: str, shown: str) -> None:
         return
     if url.scheme not in ("http", "https") or place[0] is None:
         return
-    if getproxies().get(url.scheme) and not proxy_bypass(place[0]):
+    proxies = getproxies()
+    if (proxies.get(url.scheme) or proxies.get("all")) and not proxy_bypass(place[0]):
         return  # only the proxy reaches it, perhaps
     try:
         socket.create_connection((place[0], place[1]), _CONNECT_SECONDS).close()

@@ -117,7 +117,8 @@ def _local_cluster(num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
 
 @contextmanager
 def _keep_sigterm() -> Iterator[None]:
-    """Run `ray.init`, and treat SIGTERM during and after it as before.
+    """Run `ray.init`, and treat SIGTERM during and after it as before. If Python has no handler,
+    Ray's stays, which lets blocks clean up.
 
     Raises:
         KeyboardInterrupt: SIGTERM arrived while Ray started.
@@ -130,15 +131,16 @@ def _keep_sigterm() -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
-    except SystemExit as error:
-        # `ray.init` installs a handler that exits with the number of the signal.
-        if error.code != signal.SIGTERM:
-            raise
+    except (SystemExit, KeyboardInterrupt) as error:
         with shield_from_signals("ending Ray"):
             ray.shutdown()
-        raise KeyboardInterrupt("SIGTERM") from error
+        # `ray.init` installs a handler that exits with the number of the signal.
+        if isinstance(error, SystemExit) and error.code == signal.SIGTERM:
+            raise KeyboardInterrupt("SIGTERM") from error
+        raise
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        if callable(handler) or handler is signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

@@ -229,8 +229,13 @@ class _SumOverCopies:
         self._partial: Tensor | None = None
 
     def __call__(self, gradient: Tensor) -> None:
+        if gradient.is_cuda:
+            # FSDP2 allocates it on another stream, and drops it when it has been added.
+            gradient.record_stream(torch.cuda.current_stream())
         if not self._reduction.sums_over_copies:
-            self._partial = gradient.clone() if self._partial is None else self._partial + gradient
+            self._partial = (
+                gradient.clone() if self._partial is None else self._partial.add_(gradient)
+            )
             gradient.zero_()  # FSDP2 adds it to the shard's gradient
             return
         if self._partial is not None:

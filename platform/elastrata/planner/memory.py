@@ -254,8 +254,11 @@ class Stage:
             return self.own * self.stack.gradient_bytes
         if not self.stack.accumulates or self.micro_batches == 1:
             return 0.0
-        parts = self.layout.shards if self.layout.gradient_sync == "micro_batch" else 1
-        return self.own / parts * self.stack.gradient_bytes
+        if self.layout.gradient_sync == "step":
+            return self.own * self.stack.gradient_bytes
+        # In bf16, sums over copies wait for the last micro-batch in a buffer besides FSDP2's.
+        is_twice = self.layout.copies > 1 and self.stack.reduced_bytes == 2
+        return self.own / self.layout.shards * self.stack.gradient_bytes * (1 + is_twice)
 
     def _gathered_parameters(self, blocks: int) -> float:
         """Return the bytes of gathered parameters: `blocks` blocks and all parameters outside of
