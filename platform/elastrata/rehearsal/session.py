@@ -204,6 +204,8 @@ def rehearsal(
         on.enter_context(patch.object(parallelize, "nodes_of_all", _nodes_of(device)))
         on.enter_context(patch.object(torch.UntypedStorage, "resize_", _resize(ledger)))
         on.enter_context(patch.object(FakeTensor, "tolist", _tolist(recorder)))
+        # PyTorch's allocator does not know fake streams.
+        on.enter_context(patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
         # Threads take turns in a fake mode, which torch's fake mode does not support.
         on.enter_context(
             patch.object(trainer, "BackgroundThread", lambda _: SynchronousBackground())
