@@ -5,7 +5,7 @@
 # make check:      style, types, imports, and the quick tests: what every change must pass
 # make house:      files and lines of each folder, the largest files, names that repeat
 # make fuzz:       the fuzzers, many rounds of each
-# make bench:      one benchmark anew: NAME=balance BENCH_OPTIONS="..."; see docs/benchmarks.md
+# make bench:      one benchmark anew: NAME=balance BENCH_OPTIONS="..."; see docs/reference/measurements.md
 # make gpu:        what is right, how fast, and how much memory, on one GPU; goes on where it stopped
 # make gpu-wheels: wheels for `make gpu` on a machine without a network, into ./wheels
 # make clean:      removes what the above made, .venv and ./quickstart included

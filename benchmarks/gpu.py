@@ -12,8 +12,9 @@ last row; `--again` repeats cases that did not succeed. Among cases that differ 
 checkpointing, the first one that fits into memory counts.
 
 Samples are random tokens. They have full length or natural lengths: those of English Wikipedia, or
-drawn from the histogram of `--lengths` (docs/commands.md). MFU counts half of the attention FLOPs
-if attention is causal, and no recomputation; its peak is the device's dense bf16 peak.
+drawn from the histogram of `--lengths` (docs/reference/commands.md). MFU counts half of the
+attention FLOPs if attention is causal, and no recomputation; its peak is the device's dense bf16
+peak.
 
 `--device cpu --tiny` tests the table without a GPU and without compilation, with tiny models.
 `--device fake` tests the speed cases with models of their real sizes, on tensors without values.

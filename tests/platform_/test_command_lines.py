@@ -62,8 +62,8 @@ def _write_files(home: Path) -> None:
     (home / "web.jsonl").write_text("\n".join(lines), encoding="utf-8")
     (home / "mine.yaml").write_text(_yaml("README.md"), encoding="utf-8")
     (home / "phases.yaml").write_text(PHASES, encoding="utf-8")
-    (home / "cluster.yaml").write_text(_yaml("docs/planner.md"), encoding="utf-8")
-    sweep = _yaml("docs/sweeps.md")
+    (home / "cluster.yaml").write_text(_yaml("docs/explanation/planner.md"), encoding="utf-8")
+    sweep = _yaml("docs/how-to/sweeps.md")
     for there, here in SMALL_SWEEP.items():
         assert there in sweep
         sweep = sweep.replace(there, here)
@@ -202,7 +202,7 @@ def test_a_notebook_is_made_as_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.matrix  # a process of its own
 def test_an_export_is_fine_tuned_as_the_page_says(home: Path) -> None:
-    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     (home / "fine_tune.py").write_text(
         re.findall(r"```python\n(.*?)```", page.split("### export")[1], re.DOTALL)[0],
         encoding="utf-8",

@@ -82,7 +82,7 @@ def test_a_gpt2_of_transformers_goes_on_with_new_text(
     assert run(["audit", "continue", "--json"]) == 0
     parent = json.loads(capsys.readouterr().out)["parent"]
     assert (parent["kind"], parent["url"]) == ("folder", str(home / "models" / "theirs"))
-    page = (ROOT / "docs" / "begin-and-fork.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "begin-and-fork.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^cd models/theirs && .*", page, re.M)
     told = subprocess.run(line, shell=True, capture_output=True, encoding="utf-8", check=True)
     assert told.stdout.split()[0] == parent["sha256"]

@@ -29,7 +29,7 @@ from support.documented import documented_keys
 from support.synthetic import write_data_set
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMANDS = {
     *(command.callback.__name__ for command in app.registered_commands if command.callback),
     *(group.typer_instance.info.name for group in app.registered_groups if group.typer_instance),
@@ -94,7 +94,9 @@ def test_every_command_is_documented() -> None:
     )
     assert set(readme) == COMMANDS
     sections = re.findall(
-        r"^### (\w+)$", (ROOT / "docs/commands.md").read_text(encoding="utf-8"), re.MULTILINE
+        r"^### (\w+)$",
+        (ROOT / "docs/reference/commands.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     assert set(sections) == COMMANDS
 
@@ -125,13 +127,13 @@ def test_the_keys_of_a_measurement_are_those_it_prints(
 
 def test_the_keys_of_a_check_are_those_of_a_finding() -> None:
     assert documented_keys("doctor") == ["ok", "checks"]
-    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     assert all(f"`{field.name}`" in text for field in fields(Finding))
 
 
 def test_the_recipes_in_the_documents_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    readme, guide = _blocks("README.md", "yaml")[0], _blocks("docs/recipes.md", "yaml")[0]
+    readme, guide = _blocks("README.md", "yaml")[0], _blocks("docs/how-to/recipes.md", "yaml")[0]
     (tmp_path / "mine.yaml").write_text(readme, encoding="utf-8")
     (tmp_path / "guide.yaml").write_text(guide, encoding="utf-8")
     assert load_recipe("mine.yaml", ["optimizer.lr=3e-4"]).optimizer.lr == 3e-4
@@ -139,23 +141,25 @@ def test_the_recipes_in_the_documents_load(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_variant_and_the_overrides_of_the_guide_work(tmp_path: Path) -> None:
-    variant = _blocks("docs/recipes.md", "yaml")[2]
+    variant = _blocks("docs/how-to/recipes.md", "yaml")[2]
     (tmp_path / "v.yaml").write_text(variant, encoding="utf-8")
     assert load_recipe(str(tmp_path / "v.yaml")).optimizer.lr == yaml.safe_load("0.001")
-    command = _blocks("docs/recipes.md", "sh")[0].split()
+    command = _blocks("docs/how-to/recipes.md", "sh")[0].split()
     recipe = load_recipe(command[2], command[3:])
     assert (recipe.workers.max, recipe.optimizer.betas[1]) == (8, 0.95)
 
 
 def test_the_sweep_of_the_guide_loads(tmp_path: Path) -> None:
-    (tmp_path / "lr.yaml").write_text(_blocks("docs/sweeps.md", "yaml")[0], encoding="utf-8")
-    command = _blocks("docs/sweeps.md", "sh")[0].splitlines()[1].partition("#")[0].split()
+    (tmp_path / "lr.yaml").write_text(_blocks("docs/how-to/sweeps.md", "yaml")[0], encoding="utf-8")
+    command = _blocks("docs/how-to/sweeps.md", "sh")[0].splitlines()[1].partition("#")[0].split()
     sweep = load_sweep(str(tmp_path / command[2]), command[3:])
     assert (sweep.trials, sweep.changes["batch_size"]) == (64, 128)
 
 
 def test_the_cluster_of_the_guide_loads(tmp_path: Path) -> None:
-    (tmp_path / "cluster.yaml").write_text(_blocks("docs/planner.md", "yaml")[0], encoding="utf-8")
+    (tmp_path / "cluster.yaml").write_text(
+        _blocks("docs/explanation/planner.md", "yaml")[0], encoding="utf-8"
+    )
     cluster = read_cluster(str(tmp_path / "cluster.yaml"))
     assert (cluster.devices, cluster.price, cluster.device.network) == (128, 1.8, 25e9)
 
@@ -169,7 +173,9 @@ def test_the_mistakes_of_the_guide_are_told_as_it_says(
     )
     assert run(["train", "mine.yaml", "steps=0"]) == 2
     shown = re.findall(
-        r"```\n(mine.yaml.*?)```", (ROOT / "docs/recipes.md").read_text(encoding="utf-8"), re.DOTALL
+        r"```\n(mine.yaml.*?)```",
+        (ROOT / "docs/how-to/recipes.md").read_text(encoding="utf-8"),
+        re.DOTALL,
     )
     assert sorted(capsys.readouterr().err.splitlines()) == sorted(shown[0].splitlines())
 
@@ -177,8 +183,8 @@ def test_the_mistakes_of_the_guide_are_told_as_it_says(
 def test_the_reference_of_keys_is_current_and_describes_each() -> None:
     recipe, sweep, cluster = recipe_schema(), sweep_schema(), cluster_schema()
     page = key_reference(recipe, sweep=sweep, cluster=cluster)
-    assert (ROOT / "docs" / "keys.md").read_text(encoding="utf-8") == page, (
-        "elastrata schema --keys --out docs/keys.md"
+    assert (ROOT / "docs" / "reference" / "keys.md").read_text(encoding="utf-8") == page, (
+        "elastrata schema --keys --out docs/reference/keys.md"
     )
     keys = [recipe_keys(recipe), file_keys(sweep), file_keys(cluster)]
     least = zip(keys, (150, 25, 8), strict=True)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ROOT / "docs" / "commands.md"
+COMMANDS = ROOT / "docs" / "reference" / "commands.md"
 GUIDES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "cluster_configs" / "README.md",
     *sorted((ROOT / "workloads" / "notebooks").glob("*.py")),
 ]

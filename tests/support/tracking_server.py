@@ -56,7 +56,7 @@ def postgresql() -> Iterator[str]:
 
 @contextmanager
 def tracking_server(database: str, artifacts: str, log: Path) -> Iterator[str]:
-    """The address of a tracking server, as `docs/clusters.md` starts it."""
+    """The address of a tracking server, as `docs/how-to/clusters.md` starts it."""
     port = _free_port()
     with log.open("wb") as stream:
         server = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""JSON Schema of recipe files for editors, and the page of all keys, `docs/keys.md`."""
+"""JSON Schema of recipe files for editors, and the page of all keys, `docs/reference/keys.md`."""
 
 from __future__ import annotations
 
@@ -131,15 +131,15 @@ those in which it differs. The keys of [a sweep](#every-key-of-a-sweep) and of
 _SWEEP = """
 # Every key of a sweep
 
-These are the keys of [a sweep file](sweeps.md). `space.KEY` stands for any dotted key of the
-recipe.
+These are the keys of [a sweep file](../how-to/sweeps.md). `space.KEY` stands for any dotted key
+of the recipe.
 
 """
 _CLUSTER = """
 # Every key of a cluster
 
-These are the keys of [a cluster file](planner.md#the-cluster) for `elastrata plan` and
-`elastrata simulate`. Cluster files of Ray and KubeRay have [other keys](clusters.md).
+These are the keys of [a cluster file](../explanation/planner.md#the-cluster) for `elastrata plan`
+and `elastrata simulate`. Cluster files of Ray and KubeRay have [other keys](../how-to/clusters.md).
 
 """
 _ANY_KEY = "KEY"

@@ -18,7 +18,9 @@ RECIPES = sorted((Path(elastrata_workloads.bert.__file__).parent / "recipes").gl
 
 
 def test_every_recipe_is_documented() -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[3] / "docs" / "how-to" / "recipes.md").read_text(
+        encoding="utf-8"
+    )
     listed = re.findall(r"^\| `bert/([\w-]+)` \|", guide, flags=re.MULTILINE)
     assert sorted(listed) == sorted(path.stem for path in RECIPES)
 

@@ -19,7 +19,9 @@ GPT3 = ["125m", "350m", "760m", "1.3b", "7b", "13b"]
 
 
 def test_every_recipe_is_documented() -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[3] / "docs" / "how-to" / "recipes.md").read_text(
+        encoding="utf-8"
+    )
     listed = re.findall(r"^\| `gpt/([\w.-]+)` \|", guide, flags=re.MULTILINE)
     assert sorted(listed) == sorted(path.stem for path in RECIPES)
 

@@ -1,8 +1,8 @@
 """In-memory checkpoints: a run's newest state, in the memory of processes other than its workers.
 
 `Replicas` has the methods of `elastrata_pipelines.storage.Storage`, so the same code saves and
-loads durable and in-memory checkpoints. See `docs/checkpoints.md` for the guarantees. This module
-does not import torch, because drivers and controllers search for commits.
+loads durable and in-memory checkpoints. See `docs/explanation/checkpoints.md` for the guarantees.
+This module does not import torch, because drivers and controllers search for commits.
 """
 
 from __future__ import annotations
