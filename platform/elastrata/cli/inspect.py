@@ -21,7 +21,7 @@ from elastrata.cli.options import (
     select_phase,
 )
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import UserError, format_command
+from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,10 +104,7 @@ def inspect(
     model = _show_model(console, data, subject.model) if _is_recipe(data) else {}
     # Without its data set only the model of a recipe can be shown.
     if model and not model["prepared"]:
-        line = (
-            f"{storage.uri()}: no data set here yet: {format_command('elastrata', 'prepare', data)}"
-        )
-        console.print(line, markup=False)
+        console.print(f"{storage.uri()}: no data set here yet: elastrata prepare {data}")
         if json:
             print_json_line({"model": model})
         return
