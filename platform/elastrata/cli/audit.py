@@ -26,30 +26,29 @@ _PROBLEM_LINES = 10
 def audit(
     run: RunName,
     other: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="Another run, to compare it with.")
+        str | None, typer.Argument(metavar="RUN", help="Another run to compare with.")
     ] = None,
     tolerance: Annotated[
         float,
-        typer.Option(min=0.0, help="Largest relative difference of two losses that is none."),
+        typer.Option(min=0.0, help="Relative tolerance when comparing losses."),
     ] = 1e-4,
     steps: Annotated[bool, typer.Option("--steps", help="Show every step.")] = False,
     step: Annotated[
-        int | None, typer.Option(min=1, metavar="K", help="The step that --samples is about.")
+        int | None, typer.Option(min=1, metavar="K", help="Step whose samples --samples lists.")
     ] = None,
     samples: Annotated[
-        bool, typer.Option("--samples", help="List the samples of --step K, and nothing else.")
+        bool, typer.Option("--samples", help="Only list the samples of --step K.")
     ] = False,
     text: Annotated[
         list[str] | None,
         typer.Option(
             metavar="[SOURCE=]PATH",
-            help="With --samples: the text that was prepared, to name their documents.",
+            help="With --samples: text that was prepared, to show the documents of each sample.",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Prove that a run saw every sample once in each epoch, and the same samples as another run; or
-    list the samples of one step."""
+    """Prove that a run saw every sample once per epoch, compare two runs, or list samples."""
     if samples or step is not None or text:
         list_samples(run, step, text or [], is_asked=samples, other=other, json=json)
         return

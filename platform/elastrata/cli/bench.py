@@ -28,18 +28,20 @@ LengthsOption = Annotated[
     typer.Option(
         "--lengths",
         metavar="data|full|FILE.json",
-        help="Samples of the data set; random ones of full length; or random ones of lengths drawn "
-        "from a histogram. Default: data, where it is prepared, else full.",
+        help="data: samples of the data set. full: random samples of full length. FILE.json: "
+        "random samples with lengths from a histogram. Default: data if prepared, else full.",
     ),
 ]
-WarmUp = Annotated[int, typer.Option("--warm-up", min=0, help="Steps before those that count.")]
+WarmUp = Annotated[
+    int, typer.Option("--warm-up", min=0, help="Steps to run before the measurement.")
+]
 
 
 @bench.command()
 def step(
     recipe: RecipeName,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that count.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 20,
     warm_up: WarmUp = 5,
     lengths: LengthsOption = None,
     phase: Phase = 0,
@@ -47,7 +49,7 @@ def step(
 ) -> None:
     """Measure the training step on this process's device: rates, MFU, memory, time by phase.
 
-    Needs no Ray, and a data set only for --lengths data.
+    Does not need Ray. Needs a data set only with --lengths data.
     """
     from elastrata.bench.samples import bench_samples
     from elastrata.bench.step import measure_steps, versions

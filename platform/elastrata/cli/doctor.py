@@ -23,29 +23,28 @@ _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "problem": ("FAI
 def doctor(
     recipe: Annotated[
         str | None,
-        typer.Argument(metavar="[RECIPE]", help="With --cluster: a recipe that is to run there."),
+        typer.Argument(metavar="[RECIPE]", help="With --cluster: a recipe to check against it."),
     ] = None,
     overrides: Overrides = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Look at a cluster file instead of this machine; or a name, such as aws.",
+            help="File or name, such as aws, of a cluster to check instead of this machine.",
         ),
     ] = None,
     storage: Annotated[
-        str | None, typer.Option(help="Folder or URL to try: writes, reads back, deletes.")
+        str | None,
+        typer.Option(help="Folder or URL to test by writing, reading back and deleting a file."),
     ] = None,
-    tracking: Annotated[
-        str | None, typer.Option(help="MLflow tracking URI to try to reach.")
-    ] = None,
+    tracking: Annotated[str | None, typer.Option(help="MLflow tracking URI to test.")] = None,
     address: Annotated[
         str | None,
-        typer.Option(help="Ray cluster to look at, instead of one that is started here."),
+        typer.Option(help="Ray cluster to check, instead of starting one on this machine."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check versions, hardware, Ray, storage and tracking; say what to do about problems."""
+    """Check versions, hardware, Ray, storage and tracking, and advise on problems."""
     from elastrata.driver.doctor import examine
 
     if recipe is not None and cluster is None:

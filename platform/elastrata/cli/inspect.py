@@ -39,41 +39,41 @@ Data = Annotated[
     str,
     typer.Argument(
         metavar="DATA|RECIPE",
-        help="Folder or URL of a data set; or a recipe: its data, order, batch and model count.",
+        help="Folder or URL of a data set, or a recipe, whose data and settings apply.",
     ),
 ]
 Batch = Annotated[
     int | None,
-    typer.Option(
-        min=1, help="Samples per step. Default: the recipe's, or 16 a worker where there are any."
-    ),
+    typer.Option(min=1, help="Samples per step. Default: the recipe's, or 16 per worker."),
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="Cost of a sample by this recipe's model. Default: that of BERT-base."),
+    typer.Option(help="Recipe whose model defines the cost of a sample. Default: BERT-base."),
 ]
 MicroBatchTokens = Annotated[
     int | None,
-    typer.Option(min=1, help="Most tokens in a micro-batch. Default: the recipe's, or 8192."),
+    typer.Option(min=1, help="Maximum tokens per micro-batch. Default: the recipe's, or 8192."),
 ]
 RanksPerNode = Annotated[
-    int, typer.Option(min=1, help="Workers of a node, for the scheme that sorts inside a node.")
+    int, typer.Option(min=1, help="Workers per node, for the scheme that sorts within a node.")
 ]
 Plot = Annotated[
     Path | None,
     typer.Option(
         callback=local_path,
         metavar="FILE.png",
-        help="Draw max/mean over several numbers of workers.",
+        help="Draw the imbalance over the numbers of workers to a PNG file.",
     ),
 ]
 Show = Annotated[
     int,
     typer.Option(
-        min=0, help="Print so many samples as text; with a recipe, as its model sees them."
+        min=0, help="Number of samples to print as text; for a recipe, as the model sees them."
     ),
 ]
-Verify = Annotated[bool, typer.Option("--verify", help="Read everything, check every checksum.")]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Read all files and verify their checksums.")
+]
 
 
 def inspect(
@@ -90,8 +90,7 @@ def inspect(
     verify: Verify = False,
     json: Json = False,
 ) -> None:
-    """Show a data set, and its padding and imbalance with any number of workers. For a recipe, also
-    show its model's parameters, by optimizer and weight decay."""
+    """Show a data set's contents, padding and balance over workers, or a recipe's parameters."""
     from elastrata_pipelines.format import Manifest
     from elastrata_pipelines.inspection import source_accounts
     from elastrata_pipelines.storage import Storage

@@ -21,18 +21,21 @@ def submit(
     cluster: ClusterAddress,
     overrides: Overrides = None,
     name: Annotated[
-        str | None, typer.Option(help="The run's name. The same name continues the same run.")
+        str | None, typer.Option(help="Name of the run. An existing run is continued.")
     ] = None,
-    follow: Annotated[bool, typer.Option(help="Show the job's output until it has ended.")] = True,
+    follow: Annotated[bool, typer.Option(help="Show the job's output until it ends.")] = True,
     tries: Annotated[
-        int, typer.Option(min=0, help="How often to start the driver again where it is killed.")
+        int, typer.Option(min=0, help="How often to restart the driver if it is killed.")
     ] = 10,
     installed: Annotated[
-        bool, typer.Option("--installed", help="Ship no code: use what the cluster has installed.")
+        bool,
+        typer.Option(
+            "--installed", help="Upload no code: use the version installed on the cluster."
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Train a recipe on a Ray cluster, as a job. The same name continues the same run."""
+    """Train a recipe on a Ray cluster, as a job."""
     from elastrata.api import run_name
     from elastrata.deploy import jobs
     from elastrata.recipe.file import load_recipe
@@ -69,12 +72,12 @@ def submit(
 
 def stop(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run's name, its URL, or the id of its job.")
+        str, typer.Argument(metavar="RUN", help="Name or URL of a run, or the id of its job.")
     ],
     cluster: ClusterAddress,
     json: Json = False,
 ) -> None:
-    """Stop a submitted run: it saves a checkpoint first; submitting it again continues it."""
+    """Stop a submitted run after it has saved a checkpoint. Submit it again to continue it."""
     from elastrata.deploy import jobs
 
     console = open_console(as_json=json)
@@ -88,14 +91,15 @@ def stop(
 
 def guard(
     cloud: Annotated[
-        str | None, typer.Option(help="Whose notices to wait for: aws, gcp or azure.")
+        str | None,
+        typer.Option(help="Cloud whose preemption notices to wait for: aws, gcp or azure."),
     ] = None,
     now: Annotated[
         float | None,
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="Do not wait: this machine will be gone in so many seconds. As a pod's preStop.",
+            help="Drain the node now: the machine stops in this many seconds. For preStop hooks.",
         ),
     ] = None,
     on_sigterm: Annotated[
@@ -103,23 +107,25 @@ def guard(
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="SIGTERM, too, is a notice, of so many seconds.",
+            help="Treat SIGTERM as a notice this many seconds ahead; 0: exit without draining.",
         ),
     ] = 0.0,
     every: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="How often to ask.")
+        float,
+        typer.Option(min=0.1, metavar="SECONDS", help="Interval between requests for notices."),
     ] = 2.0,
     address: Annotated[
-        str | None, typer.Option(help="Ray cluster. Default: that of the Ray which runs here.")
+        str | None, typer.Option(help="Ray cluster. Default: the one that this machine belongs to.")
     ] = None,
     node: Annotated[
-        str | None, typer.Option(help="Id of the Ray node. Default: all of this machine's address.")
+        str | None,
+        typer.Option(help="Id of the Ray node. Default: all nodes with this machine's address."),
     ] = None,
     metadata: Annotated[
-        str | None, typer.Option(help="URL of the metadata server. Default: the cloud's own.")
+        str | None, typer.Option(help="URL of the metadata server. Default: the cloud's.")
     ] = None,
 ) -> None:
-    """Turn a notice that this machine will be taken away into a drain of its Ray node."""
+    """Wait for a preemption notice for this machine, then drain its Ray node."""
     from elastrata.deploy.preemption import (
         CLOUDS,
         Notice,

@@ -101,7 +101,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     show_traceback: Annotated[
-        bool, typer.Option("--traceback", help="Show where in the program a failure arose.")
+        bool, typer.Option("--traceback", help="Show the traceback of a failure.")
     ] = False,
     version: Annotated[
         bool,

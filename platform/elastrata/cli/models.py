@@ -22,36 +22,38 @@ def export(
     run: RunName,
     out: Annotated[
         Path,
-        typer.Option(callback=local_path, help="Folder to write; must not exist or be empty."),
+        typer.Option(callback=local_path, help="New or empty folder to write."),
     ],
     checkpoint: Annotated[
-        str, typer.Option(help="newest, best (smallest evaluation loss), or a step.")
+        str, typer.Option(help="Checkpoint: newest, best (smallest evaluation loss), or a step.")
     ] = "newest",
     weights: Annotated[
         str,
         typer.Option(
-            help="trained, average (the recipe's `average`), or mean:K, of the last K checkpoints."
+            help="trained, average (`average` in recipes), or mean:K (of the last K checkpoints)."
         ),
     ] = "trained",
-    dtype: Annotated[str, typer.Option(help="Of the weights: fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[
+        str, typer.Option(help="Number format of the weights: fp32, bf16 or fp16.")
+    ] = "fp32",
     shard_size: Annotated[
-        str, typer.Option(help="Most bytes of a file of weights, such as 500MB or 5GB.")
+        str, typer.Option(help="Maximum size of a weights file, such as 500MB or 5GB.")
     ] = "5GB",
     push: Annotated[
         str | None,
         typer.Option(
             metavar="REPO",
-            help="Push it to the Hugging Face Hub, too: OWNER/NAME, made where it is missing.",
+            help="Also push it to the Hugging Face Hub, to OWNER/NAME; created if missing.",
         ),
     ] = None,
     public: Annotated[
-        bool, typer.Option("--public", help="Make that repository for everybody to see.")
+        bool, typer.Option("--public", help="Make the repository public if --push creates it.")
     ] = False,
     register: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Keep it in MLflow, too, as a version of the model NAME; alias: newest or best.",
+            help="Also register it in MLflow as a version of the model NAME.",
         ),
     ] = None,
     json: Json = False,
@@ -110,25 +112,27 @@ def evaluate(
         str, typer.Argument(metavar="RUN|EXPORT", help="Folder or URL of a run; or a folder.")
     ],
     tasks: Annotated[
-        str, typer.Option(metavar="TASK[,TASK]...", help="The harness' names of them.")
+        str, typer.Option(metavar="TASK[,TASK]...", help="Names of tasks of the harness.")
     ],
     include: Annotated[
-        Path | None, typer.Option(help="Folder with YAML files of tasks of your own.")
+        Path | None, typer.Option(help="Folder with YAML files of your own tasks.")
     ] = None,
     shots: Annotated[
-        int | None, typer.Option(min=0, help="Solved examples before each question.")
+        int | None, typer.Option(min=0, help="Number of solved examples before each question.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Questions at once.")] = 8,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of questions per task.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Questions per batch.")] = 8,
     checkpoint: Annotated[
         str, typer.Option(help="Of a run: newest, best (smallest evaluation loss), or a step.")
     ] = "newest",
     weights: Annotated[
-        str, typer.Option(help="Of a run: trained, average, or mean:K.")
+        str, typer.Option(help="Weights of a run: trained, average, or mean:K.")
     ] = "trained",
     json: Json = False,
 ) -> None:
-    """Give a run's or an exported model tasks of the Language Model Evaluation Harness."""
+    """Evaluate a model on tasks of the Language Model Evaluation Harness."""
     from elastrata.inference.evaluation import check_harness
 
     # Checked before the other imports, so that a missing harness is reported immediately.
@@ -190,22 +194,23 @@ def generate(
     ],
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     file: Annotated[
-        Path | None, typer.Option(help="Text file to tell the model's perplexity of.")
+        Path | None, typer.Option(help="Text file to compute the model's perplexity on.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add to the prompt.")] = 100,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Below 1: likelier tokens; 0: always the likeliest.")
+        float, typer.Option(min=0, help="Sampling temperature; 0: always the likeliest token.")
     ] = 1.0,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="Choose among so many of the likeliest tokens.")
+        int | None,
+        typer.Option(min=1, help="Sample from this many of the likeliest tokens. Default: all."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     checkpoint: Annotated[
         str, typer.Option(help="Of a run: newest, best (smallest evaluation loss), or a step.")
     ] = "newest",
     json: Json = False,
 ) -> None:
-    """Continue a text with a run's or an exported model, or show its perplexity on a file."""
+    """Continue a text with a model, or show the model's perplexity on a file."""
     if prompt is None and file is None:
         raise UserError("expected --prompt TEXT to continue, or --file PATH for the perplexity")
     # The file is read before the heavy imports, so that a wrong path fails immediately.

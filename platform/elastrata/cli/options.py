@@ -25,30 +25,32 @@ OptionalRecipe = Annotated[
     typer.Argument(metavar="RECIPE", help="A recipe's file, or a name such as bert/tiny."),
 ]
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run: its folder or URL, or its name in ./runs.")
+    str, typer.Argument(metavar="RUN", help="Folder or URL of a run, or its name in ./runs.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as optimizer.lr=3e-4."),
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Overrides of recipe keys, such as optimizer.lr=3e-4."
+    ),
 ]
 Address = Annotated[
     str | None,
-    typer.Option(help="Ray cluster to join: auto or its address. Default: one of its own, here."),
+    typer.Option(
+        help="Ray cluster to join: auto, or an address. Default: start one on this machine."
+    ),
 ]
 ClusterAddress = Annotated[
     str,
     typer.Option(
         metavar="NAME|ADDRESS",
-        help="Its dashboard's address (http://HOST:8265), auto, or the file or name of a cluster "
-        "that `ray up` started.",
+        help="Address of the cluster's dashboard (http://HOST:8265), auto, or the file or name of "
+        "a cluster started by `ray up`.",
     ),
 ]
 Phase = Annotated[
-    int, typer.Option(min=0, help="Of a recipe with phases: the one to look at, counted from 0.")
+    int, typer.Option(min=0, help="Phase to look at, counted from 0, if the recipe has phases.")
 ]
-Workers = Annotated[
-    str, typer.Option(metavar="N[,N]...", help="Data-parallel workers to deal to, in turn.")
-]
+Workers = Annotated[str, typer.Option(metavar="N[,N]...", help="Numbers of data-parallel workers.")]
 
 
 def local_path(param: typer.CallbackParam, value: Path | None) -> Path | None:

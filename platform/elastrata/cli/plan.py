@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ClusterOption = Annotated[
     str,
-    typer.Option(metavar="NxDEVICE|FILE", help="Such as 128xA100-80GB, or a file."),
+    typer.Option(metavar="NxDEVICE|FILE", help="Cluster: such as 128xA100-80GB, or a YAML file."),
 ]
 
 
@@ -33,31 +33,32 @@ def plan(
     recipe: RecipeName,
     overrides: Overrides = None,
     cluster: ClusterOption = "8xA100-80GB",
-    best: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
+    best: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 5,
     price: Annotated[
-        float | None, typer.Option(min=0, help="Of a device for an hour. Default: the file's.")
+        float | None,
+        typer.Option(min=0, help="Price of a device per hour. Default: as in the cluster file."),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Every term of the best layout.")
+        bool, typer.Option("--explain", help="Show every term of the best layout.")
     ] = False,
     write: Annotated[
         Path | None,
-        typer.Option(
-            callback=local_path, help="New recipe file that trains under the best layout."
-        ),
+        typer.Option(callback=local_path, help="Write a new recipe file with the best layout."),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(callback=local_path, help="PNG file: speed and memory of all layouts."),
+        typer.Option(
+            callback=local_path, help="Draw speed and memory of all layouts to a PNG file."
+        ),
     ] = None,
     rehearse: Annotated[
         bool,
-        typer.Option("--rehearse", help="Run a step under each shown layout, on GPUs not there."),
+        typer.Option("--rehearse", help="Run a step of each shown layout on simulated GPUs."),
     ] = False,
     phase: Phase = 0,
     json: Json = False,
 ) -> None:
-    """Compute which layout of a recipe fits a cluster and is fastest: no GPU is needed."""
+    """Find the fastest layout of a recipe that fits a cluster. Needs no GPU."""
     from elastrata.planner.cluster import read_cluster
     from elastrata.planner.plan import plan as make_plan
     from elastrata.recipe.data_sets import resolve_steps

@@ -31,12 +31,12 @@ def prepare(
         list[str] | None,
         typer.Argument(
             metavar="[RECIPE] [KEY=VALUE]...",
-            help="A recipe with data.prepare, and changes to it. With --text: more paths.",
+            help="Recipe with data.prepare, and overrides. With --text: more paths.",
         ),
     ] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="Files, folders or globs of text, JSON Lines or Parquet; local or URLs."),
+        typer.Option(help="Files, folders, globs or URLs of text, JSON Lines or Parquet."),
     ] = None,
     out: Annotated[
         str | None, typer.Option(help="Folder or URL of the data set. Default: the recipe's.")
@@ -44,16 +44,16 @@ def prepare(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="wordpiece or bpe to train one, a folder or a hub name. Default: the recipe's, or "
-            "wordpiece."
+            help="wordpiece or bpe: train one; else a folder or a name in the hub. Default: the "
+            "recipe's, or wordpiece."
         ),
     ] = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(help="Ids of the trained tokenizer. Default: the recipe's, or 8192."),
+        typer.Option(help="Vocabulary of the trained tokenizer. Default: the recipe's, or 8192."),
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(help="Most tokens in a sample. Default: the recipe's, or 128.")
+        int | None, typer.Option(help="Maximum tokens per sample. Default: the recipe's, or 128.")
     ] = None,
     packing: Annotated[
         str | None,
@@ -62,22 +62,22 @@ def prepare(
     held_out: Annotated[
         float | None,
         typer.Option(
-            help="Share of the documents kept for evaluation; 0: none. Default: the recipe's, or "
-            "0.01."
+            help="Share of the documents to hold out for evaluation; 0: none. Default: the "
+            "recipe's, or 0.01."
         ),
     ] = None,
     text_field: Annotated[
         str | None,
         typer.Option(
-            help="With --text: the field of JSON Lines, or the column of Parquet, that holds it. "
+            help="With --text: field of JSON Lines, or column of Parquet, that contains the text. "
             "Default: text."
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace the data set that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing data set.")] = False,
     address: Address = None,
     json: Json = False,
 ) -> None:
-    """Turn text into shards that training reads, from a recipe or from --text PATH... --out DIR."""
+    """Turn text into a data set for training, from a recipe or from --text PATH... --out DIR."""
     given = _given(tokenizer, vocab_size, seq_len, packing, held_out)
     if text:
         plans = _from_options(_build_source([*text, *(arguments or [])], text_field), out, given)

@@ -36,19 +36,20 @@ _NEXT = {
 def quickstart(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as steps=200."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Overrides of recipe keys, such as steps=200."
+        ),
     ] = None,
-    out: Annotated[
-        Path, typer.Option(callback=local_path, help="Folder for everything it writes.")
-    ] = Path("quickstart"),
+    out: Annotated[Path, typer.Option(callback=local_path, help="Folder for all output.")] = Path(
+        "quickstart"
+    ),
     model: Annotated[
         Literal["bert", "modernbert", "gpt"],
-        typer.Option(help="What is trained: a BERT, a ModernBERT or a GPT."),
+        typer.Option(help="Model to train."),
     ] = "bert",
     json: Json = False,
 ) -> None:
-    """Train a small BERT, ModernBERT or GPT on Python's own library: text to shards to model, in
-    minutes."""
+    """Train a small BERT, ModernBERT or GPT on Python's standard library, in minutes."""
     from elastrata.driver.quickstart import (
         collect_corpus,
         last_evaluation,

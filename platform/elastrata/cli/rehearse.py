@@ -22,17 +22,20 @@ def rehearse(
     recipe: RecipeName,
     overrides: Overrides = None,
     cluster: Annotated[
-        str, typer.Option(metavar="NxDEVICE|FILE", help="Such as 1024xH100-80GB, or a YAML file.")
+        str,
+        typer.Option(
+            metavar="NxDEVICE|FILE", help="Cluster: such as 1024xH100-80GB, or a YAML file."
+        ),
     ] = "8xH100-80GB",
     graphs: Annotated[
-        bool, typer.Option(help="Rehearse compilation, too, where the recipe compiles.")
+        bool, typer.Option(help="Also rehearse compilation if the recipe compiles.")
     ] = True,
     phase: Phase = 0,
     json: Json = False,
 ) -> None:
-    """Run a recipe's own step on GPUs that are not there: memory, messages, waits, graphs.
+    """Run a recipe's step on simulated GPUs: memory, messages, waits, graphs.
 
-    It runs as one of all ranks of the cluster, on fake tensors; nothing is computed.
+    Runs one rank of the cluster on fake tensors, without computing anything.
     """
     from elastrata.rehearsal.process import Request
     from elastrata.rehearsal.process import rehearse as rehearse_apart

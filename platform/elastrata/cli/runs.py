@@ -29,7 +29,7 @@ _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
 
 def runs(
     storage: Annotated[
-        str, typer.Argument(metavar="[STORAGE]", help="Folder or URL where runs are kept.")
+        str, typer.Argument(metavar="[STORAGE]", help="Folder or URL that contains runs.")
     ] = "runs",
     json: Json = False,
 ) -> None:
@@ -86,7 +86,7 @@ def status(
     run: RunName,
     json: Json = False,
 ) -> None:
-    """Show the state of a run, from its storage alone: progress, faults, and their cost."""
+    """Show the progress, faults and recoveries of a run, from its storage alone."""
     from elastrata.run.claim import find_run_folder
     from elastrata.run.status import status as look_at
 
@@ -214,7 +214,7 @@ def fork(
         str,
         typer.Argument(
             metavar="RUN[@STEP]",
-            help="A run: its folder or URL, or its name in ./runs. Default: its newest checkpoint.",
+            help="Folder or URL of a run, or its name in ./runs. Default step: the newest saved.",
         ),
     ],
     name: Annotated[str, typer.Option(help="The new run's name.")],
@@ -222,7 +222,7 @@ def fork(
     address: Address = None,
     json: Json = False,
 ) -> None:
-    """Begin a new run from a checkpoint of another one, with changes, and train it."""
+    """Start a new run from a checkpoint of another one, with changes, and train it."""
     from elastrata.cli.train import train_and_show
     from elastrata.driver.fork import plan_fork, show_changes
     from elastrata.run.fork import begin_fork

@@ -17,18 +17,17 @@ Kind = Literal["recipe", "sweep", "cluster"]
 
 
 def schema(
-    kind: Annotated[Kind, typer.Argument(help="Files of which kind.")] = "recipe",
+    kind: Annotated[Kind, typer.Argument(help="Kind of file.")] = "recipe",
     out: Annotated[
         Path | None,
-        typer.Option(callback=local_path, help="File to write; default: standard output."),
+        typer.Option(callback=local_path, help="File to write. Default: standard output."),
     ] = None,
     keys: Annotated[
-        bool, typer.Option("--keys", help="A page with every key of all kinds instead.")
+        bool, typer.Option("--keys", help="Write a page about every key of all kinds instead.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Print the JSON Schema of recipes, sweeps or clusters, for completion and checks in an
-    editor."""
+    """Print the JSON Schema of recipes, sweeps or clusters, for an editor."""
     if keys and kind != "recipe":
         raise UserError(f"--keys: unexpected with {kind}: the page has the keys of all kinds")
     schema_of_kind = _load_schema(kind)

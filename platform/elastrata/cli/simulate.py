@@ -38,40 +38,52 @@ def simulate(
         str,
         typer.Option(
             metavar="NxDEVICE|FILE",
-            help="Such as 64xA100-80GB, or a file: a worker for each device.",
+            help="Cluster: such as 64xA100-80GB, or a YAML file. One worker per device.",
         ),
     ] = "8xA100-80GB",
     step_seconds: Annotated[
         float | None,
-        typer.Option(min=1e-6, help="Of a step on all of it. Default: as `elastrata plan` has it."),
+        typer.Option(
+            min=1e-6,
+            help="Seconds per step on the whole cluster. Default: as in `elastrata plan`.",
+        ),
     ] = None,
     trace: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="CSV: seconds,event,workers. Default: drawn."),
+        typer.Option(
+            metavar="FILE", help="CSV file with seconds,event,workers. Default: random events."
+        ),
     ] = None,
-    lost_per_hour: Annotated[float, typer.Option(min=0, help="Of each worker.")] = 0.01,
+    lost_per_hour: Annotated[
+        float, typer.Option(min=0, help="Losses of each worker per hour.")
+    ] = 0.01,
     with_notice: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of these that are told before.")
+        float, typer.Option(min=0, max=1, help="Share of the losses that are announced beforehand.")
     ] = 0.0,
     hours_away: Annotated[
-        float, typer.Option(min=0, help="Until another takes a lost one's place, on average.")
+        float, typer.Option(min=0, help="Mean hours until a lost worker is replaced.")
     ] = 1.0,
-    driver_lost_per_hour: Annotated[float, typer.Option(min=0)] = 0.0,
-    days: Annotated[float, typer.Option(min=0, help="At most.")] = 365.0,
+    driver_lost_per_hour: Annotated[
+        float, typer.Option(min=0, help="Losses of the driver per hour.")
+    ] = 0.0,
+    days: Annotated[float, typer.Option(min=0, help="Maximum simulated days.")] = 365.0,
     recovery: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Seconds by fault, as benchmarks/faults.py writes them."),
+        typer.Option(metavar="FILE", help="Recovery times, as written by benchmarks/faults.py."),
     ] = None,
     intervals: Annotated[
-        bool, typer.Option("--intervals", help="Look for the best steps between checkpoints.")
+        bool, typer.Option("--intervals", help="Search for the best interval between checkpoints.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(callback=local_path, help="PNG file: workers over time.")
+        Path | None,
+        typer.Option(
+            callback=local_path, help="Draw the number of workers over time to a PNG file."
+        ),
     ] = None,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Seed of random events.")] = 0,
     json: Json = False,
 ) -> None:
-    """Replay a recipe's run on workers that come and go, in simulated time."""
+    """Simulate a run on workers that are lost and replaced: goodput, cost, checkpoint intervals."""
     from elastrata.planner.cluster import read_cluster
     from elastrata.recipe.data_sets import resolve_steps
     from elastrata.recipe.file import load_recipe

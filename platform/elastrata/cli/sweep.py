@@ -20,26 +20,26 @@ _INTERRUPTED = 130
 
 
 def sweep(
-    sweep: Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="A sweep's file.")] = None,
+    sweep: Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="File of a sweep.")] = None,
     overrides: Overrides = None,
     name: Annotated[
         str | None,
         typer.Option(
-            help="The sweep's name; with --train the run's. The same name continues the same one."
+            help="Name of the sweep or, with --train, the run. An existing one is continued."
         ),
     ] = None,
     best: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FOLDER", help="Show the best trial of a sweep that was run."),
+        typer.Option(metavar="NAME|FOLDER", help="Show the best trial of an earlier sweep."),
     ] = None,
     train: Annotated[
         bool,
-        typer.Option("--train", help="With --best: train its values as long as the recipe says."),
+        typer.Option("--train", help="With --best: train a full run with its values."),
     ] = False,
     address: Address = None,
     json: Json = False,
 ) -> int:
-    """Try values of a recipe's keys, or continue a sweep where it stopped."""
+    """Search for the best values of a recipe's keys, or resume a sweep."""
     # With --best the first positional argument is a change, too.
     changes = [text for text in (sweep, *(overrides or [])) if text]
     if best is not None:

@@ -20,11 +20,11 @@ def train(
     recipe: OptionalRecipe = None,
     overrides: Overrides = None,
     name: Annotated[
-        str | None, typer.Option(help="The run's name. The same name continues the same run.")
+        str | None, typer.Option(help="Name of the run. An existing run is continued.")
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="RUN", help="A run to go on with, in the place of RECIPE and --name."),
+        typer.Option(metavar="RUN", help="Run to continue, instead of RECIPE and --name."),
     ] = None,
     address: Address = None,
     go_on_from: Annotated[
@@ -32,12 +32,12 @@ def train(
         typer.Option(
             "--from",
             metavar="COMMIT",
-            help="Go back to this checkpoint of the run: its step, or its folder's name.",
+            help="Go back to this checkpoint of the run: a step, or a folder's name.",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Train a recipe, or continue its run where it stopped."""
+    """Train a recipe, or resume its run."""
     arguments = [*([recipe] if recipe else []), *(overrides or [])]
     chosen = _load_resumed(resume, arguments, name) if resume else _load_named(arguments, name)
     train_and_show(chosen, address, json, go_on_from)
