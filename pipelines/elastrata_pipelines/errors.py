@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import shlex
 from collections.abc import Iterable
 
 from elastrata_pipelines.url_secrets import hide_secrets
@@ -47,6 +49,19 @@ def escape_unprintable(text: str) -> str:
         letter if letter.isprintable() else letter.encode("unicode_escape").decode()
         for letter in text
     )
+
+
+def format_command(*words: object) -> str:
+    """Return a command line that a shell reads as exactly these words."""
+    return " ".join(map(_quote, map(str, words)))
+
+
+def _quote(word: str) -> str:
+    if word.isprintable():
+        return shlex.quote(word)
+    # Control characters and undecodable bytes, in the form that bash and zsh read.
+    escaped = os.fsencode(word).decode("latin-1").encode("unicode_escape").decode()
+    return "$'" + escaped.replace("'", r"\'") + "'"
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:

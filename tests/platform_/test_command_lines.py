@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import os
 import re
@@ -22,6 +24,7 @@ from elastrata.driver.ray_session import ray_session
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.yaml_reader import available_recipes
 from elastrata.sweeps.result import find_sweep
+from elastrata_pipelines.errors import format_command
 from support.command_lines import NOT_RUN, READING, TO_A_BERT, TRAINING
 from support.documented import ROOT, documented_lines, documented_names
 from support.texts import plain_text
@@ -45,6 +48,42 @@ SMALL_SWEEP = {
     "int: [0, 400]": "int: [0, 3]",
 }
 """What makes the sweep of the page small."""
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["plain", "a b", "it's", 'a"b', "$HOME", "a;b&c|d", "*?", "~x", "", "a\nb", "\x1b[1m'", "é\\n"],
+)
+def test_a_printed_command_is_read_by_a_shell_as_it_was_meant(word: str) -> None:
+    command = format_command("printf", r"%s\0", word, "end")
+    assert command.isprintable()
+    found = subprocess.run(["bash", "-c", command], capture_output=True, check=True).stdout
+    assert found.decode() == f"{word}\0end\0"
+
+
+def test_no_message_puts_a_value_into_a_command_without_quotes() -> None:
+    unquoted = [
+        f"{path}:{node.lineno}"
+        for folder in ("platform", "pipelines", "workloads")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.JoinedStr)
+        for part, value in itertools.pairwise(node.values)
+        if isinstance(value, ast.FormattedValue) and isinstance(part, ast.Constant)
+        if re.search(r"\b(elastrata|mlflow|ray) [a-z]+ ([\w.-]+ )*$", str(part.value))
+    ]
+    assert unquoted == []
+
+
+def test_a_command_that_a_command_prints_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = tmp_path / "it's mine; [b].yaml"
+    recipe.write_text("extends: bert/tiny\nname: x\ndata: {path: none}\n", encoding="utf-8")
+    assert run(["inspect", recipe.name, "steps=3"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "here yet: " in line)
+    assert shlex.split(line.partition("here yet: ")[2]) == ["elastrata", "prepare", recipe.name]
 
 
 def _yaml(document: str, number: int = 0) -> str:

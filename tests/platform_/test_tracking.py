@@ -18,6 +18,7 @@ import pytest
 from mlflow import MlflowClient
 
 from elastrata.tracking import tracker as tracker_module
+from elastrata.tracking.store import sqlite_path, tracking_uri
 from elastrata.tracking.tracker import DataInput, Tracker, TrackingConfig, open_tracker
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -207,6 +208,7 @@ def test_what_the_store_refuses_is_dropped_with_a_warning(
     [
         ("mlruns", "tracking.uri: mlruns: expected sqlite:///FILE"),
         ("sqlite://", "tracking.uri: sqlite://: expected sqlite:///FILE"),
+        ("sqlite:///a?b", "tracking.uri: sqlite:///a?b: expected sqlite:///FILE, with %3F"),
         ("ftp://host/x", "tracking.uri: ftp://host/x: expected"),
         ("http://127.0.0.1:9", "tracking.uri: http://127.0.0.1:9: cannot be reached"),
         ("sqlite:////proc/no/x.db", "tracking.uri: sqlite:////proc/no/x.db: cannot be reached"),
@@ -219,6 +221,23 @@ def test_a_store_that_cannot_be_used_is_told_in_one_line(
         _open(tmp_path, uri=uri)
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(line)
+
+
+def test_the_database_lies_where_its_uri_says_in_a_folder_of_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a b%20c?d=1&e#f'g\"h%3F;é"
+    folder.mkdir()
+    tracker = _open(folder)
+    tracker.log_steps(_records(1, 2))
+    tracker.log_artifact("x.txt", b"x")
+    tracker.finish("FINISHED")
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    uri = tracking_uri(None, Storage(str(folder)))
+    assert sqlite_path(uri) == folder / "mlflow.db"
+    assert tracking_uri(uri, Storage("elsewhere")) == uri
+    # As `mlflow ui --backend-store-uri` opens it.
+    run = MlflowClient(uri).get_run(tracker.run_id)
+    assert run.data.metrics["train/loss"] == 0.5
+    assert list(folder.rglob("x.txt"))
 
 
 class Server:

@@ -21,7 +21,7 @@ from elastrata.cli.options import (
     select_phase,
 )
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, format_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +103,10 @@ def inspect(
     model = _show_model(console, data, subject.model) if _is_recipe(data) else {}
     # Without its data set only the model of a recipe can be shown.
     if model and not model["prepared"]:
-        console.print(f"{storage.uri()}: no data set here yet: elastrata prepare {data}")
+        line = (
+            f"{storage.uri()}: no data set here yet: {format_command('elastrata', 'prepare', data)}"
+        )
+        console.print(line, markup=False)
         if json:
             print_json_line({"model": model})
         return

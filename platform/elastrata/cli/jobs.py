@@ -13,7 +13,7 @@ import typer
 
 from elastrata.cli.options import ClusterAddress, Json, Overrides, RecipeName
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import UserError, suggest_nearest
+from elastrata_pipelines.errors import UserError, format_command, suggest_nearest
 
 
 def submit(
@@ -50,8 +50,8 @@ def submit(
         folder = Storage(loaded.storage).uri(run)
         lines = [
             f"job {job} trains the run {run}",
-            f"  status   elastrata status {folder}",
-            f"  stop     elastrata stop {run} --cluster {cluster}",
+            f"  status   {format_command('elastrata', 'status', folder)}",
+            f"  stop     {format_command('elastrata', 'stop', run, '--cluster', cluster)}",
         ]
         console.print("\n".join(lines), markup=False)
         # With --json the last line of standard output is the JSON object.

@@ -79,7 +79,8 @@ def export(
     console = open_console(as_json=json)
     lines = [
         f"model    {model.path}",
-        f"next     from transformers import {loader}; {loader}.from_pretrained('{model.path}')",
+        f"next     from transformers import {loader}; "
+        f"{loader}.from_pretrained({str(model.path)!r})",
         *([f"mlflow   mlflow.transformers.load_model('{registered}')"] if registered else []),
         *([f"pushed   {pushed}"] if pushed else []),
     ]

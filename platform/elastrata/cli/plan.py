@@ -197,10 +197,7 @@ def _layout_keys(
 
 
 def _format_header(chosen: Forecast, devices: str) -> str:
-    return (
-        f"# {chosen.layout}, by elastrata plan for {devices}: {chosen.time.total:.4g} s a step "
-        "expected\n"
-    )
+    return f"# {chosen.layout}, planned for {devices}: {chosen.time.total:.4g} s a step expected\n"
 
 
 def _write_recipe(

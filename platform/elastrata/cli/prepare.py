@@ -14,7 +14,7 @@ import typer
 
 from elastrata.cli.options import Address, Json
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, format_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -284,6 +284,7 @@ def _summarize(console: Console, result: dict[str, Any]) -> None:
                 markup=False,
             )
     console.print(
-        f"  data     {result['path']}\n  next     elastrata inspect {result['path']}",
+        f"  data     {result['path']}\n"
+        f"  next     {format_command('elastrata', 'inspect', result['path'])}",
         markup=False,
     )

@@ -12,6 +12,7 @@ import typer
 
 from elastrata.cli.options import Json, local_path
 from elastrata.terminal.console import open_console, print_json_line
+from elastrata_pipelines.errors import format_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -178,7 +179,7 @@ def _print_summary(
         f"  model     {model}\n"
         f"  pictures  {result.run_dir}/plots\n"
         f"  run       {result.run_dir}  (checkpoints, history, recipe)\n"
-        f"  record    mlflow ui --backend-store-uri {uri}\n"
+        f"  record    {format_command('mlflow', 'ui', '--backend-store-uri', uri)}\n"
         f"  next      {_NEXT[recipe.workload.name]}",
         markup=False,
     )

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from elastrata.cli.options import Address, Json, Overrides
-from elastrata.cli.train import train_and_show
+from elastrata.cli.train import format_export, train_and_show
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, format_command
 
 if TYPE_CHECKING:
     from elastrata.sweeps.result import SweepResult
@@ -109,8 +109,8 @@ def _show_result(result: SweepResult, json: bool) -> None:
     ]
     if best:
         lines += [
-            f"  train    elastrata sweep --best {folder} --train",
-            f"  export   elastrata export {folder}/trials/{best.id} --out MODEL_FOLDER",
+            f"  train    {format_command('elastrata', 'sweep', '--best', folder, '--train')}",
+            f"  export   {format_export(f'{folder}/trials/{best.id}')}",
         ]
     console.print("\n".join(lines), markup=False)
     if json:

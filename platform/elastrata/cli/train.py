@@ -10,7 +10,7 @@ import typer
 
 from elastrata.cli.options import Address, Json, OptionalRecipe, Overrides
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, format_command
 
 if TYPE_CHECKING:
     from elastrata.recipe.recipe import Recipe
@@ -66,12 +66,17 @@ def train_and_show(
         f"{result.tokens_seen:,} tokens, loss {result.final_loss:.4f}",
         *([f"  target   {result.target}"] if result.target else []),
         f"  run      {result.run_dir}",
-        f"  record   mlflow ui --backend-store-uri {uri}",
-        f"  next     elastrata export {result.run_dir} --out MODEL_FOLDER",
+        f"  record   {format_command('mlflow', 'ui', '--backend-store-uri', uri)}",
+        f"  next     {format_export(result.run_dir)}",
     ]
     console.print("\n".join(lines), markup=False)
     if json:
         print_json_line(asdict(result))
+
+
+def format_export(run: str) -> str:
+    """Return the command that exports a run, with a placeholder for the model's folder."""
+    return format_command("elastrata", "export", run, "--out", "MODEL_FOLDER")
 
 
 def _load_named(arguments: list[str], name: str | None) -> Recipe:

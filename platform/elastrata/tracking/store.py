@@ -12,6 +12,7 @@ import fcntl
 import glob
 import logging
 import os
+import re
 import socket
 import sqlite3
 import tempfile
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -106,7 +107,7 @@ def _make(path: Path) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     make: Any = SqlAlchemyStore  # not annotated in MLflow
-    store = make(f"sqlite:///{path}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
+    store = make(sqlite_uri(path), DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
     store.engine.dispose()
 
 
@@ -216,14 +217,17 @@ def tracking_uri(configured: str | None, storage: Storage) -> str:
                 "tracking.uri: null: expected a URI such as http://HOST:5000, because storage "
                 f"({storage.url}) is remote and a SQLite database needs a local folder"
             )
-        return f"{_SQLITE}{Path(storage.path()).resolve() / 'mlflow.db'}"
+        return sqlite_uri(Path(storage.path()).resolve() / "mlflow.db")
     # A database URL may name its driver, as in postgresql+psycopg2.
     scheme = urlsplit(configured).scheme.split("+")[0]
     if scheme == "sqlite":
-        path = configured.removeprefix(_SQLITE)
-        if path == configured or not path:
-            raise UserError(f"tracking.uri: {configured}: expected sqlite:///FILE")
-        return f"{_SQLITE}{Path(path).resolve()}"
+        path = sqlite_path(configured)
+        if path is None or "?" in configured:
+            raise UserError(
+                f"tracking.uri: {configured}: expected sqlite:///FILE, with %3F, %23 and %25 for "
+                "?, # and % in the file's path"
+            )
+        return sqlite_uri(path.resolve())
     if scheme in ("http", "https", *_DATABASES):
         return configured
     raise UserError(
@@ -262,9 +266,18 @@ def _check_sqlite(path: Path) -> None:
     check_database(path)
 
 
+def sqlite_uri(path: Path) -> str:
+    """Return the URI of a SQLite database."""
+    # SQLAlchemy takes `?` for the start of options, and decodes %20 and the like. Without the
+    # driver's name, MLflow would also create the folder of the encoded path.
+    encoded = re.sub("[%?#]", lambda found: f"%{ord(found[0]):02X}", str(path))
+    return f"{_SQLITE if encoded == str(path) else 'sqlite+pysqlite:///'}{encoded}"
+
+
 def sqlite_path(uri: str) -> Path | None:
     """Return the file of a SQLite URI; None for any other store."""
-    return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None
+    found = re.match(r"sqlite(?:\+pysqlite)?:///(.+)", uri)
+    return Path(unquote(found[1])) if found else None
 
 
 def artifact_location(uri: str) -> str | None:
