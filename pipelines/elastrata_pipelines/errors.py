@@ -51,6 +51,19 @@ def escape_unprintable(text: str) -> str:
     )
 
 
+def pluralize(count: float | str, noun: str, form: str = ",") -> str:
+    """Return a count with its noun: `1 batch`, `1,024 batches`.
+
+    Args:
+        count: the number, or a word in its place.
+        noun: the noun in the singular.
+        form: format of the number.
+    """
+    number = count if isinstance(count, str) else format(count, form)
+    ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{number} {noun}{ending if number.strip() != '1' else ''}"
+
+
 def format_command(*words: object) -> str:
     """Return a command line that a shell reads as exactly these words."""
     return " ".join(map(_quote, map(str, words)))

@@ -16,7 +16,7 @@ from elastrata_pipelines.balance import Balance, batches_of_order, draw_batches,
 from elastrata_pipelines.baselines import SchemeBalance, compare
 from elastrata_pipelines.checked_json import describe_error, read_bytes
 from elastrata_pipelines.deal import Ints, WorkModel
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 from elastrata_pipelines.format import (
     HELD_OUT,
     FileEntry,
@@ -321,11 +321,13 @@ def _setting_problems(
     problems = []
     if batch_size > manifest.samples:
         problems.append(
-            f"a batch of {batch_size} is larger than the data set ({manifest.samples} samples)"
+            f"a batch of {batch_size} is larger than the data set "
+            f"({pluralize(manifest.samples, 'sample')})"
         )
     if longest > tokens_per_micro_batch:
         problems.append(
-            f"its longest sample has {longest} tokens, more than the {tokens_per_micro_batch} of "
+            f"its longest sample has {pluralize(longest, 'token')}, more than the "
+            f"{tokens_per_micro_batch} of "
             "a micro-batch"
         )
     return problems
@@ -343,7 +345,8 @@ def advise(
     if imbalance <= _GOOD_IMBALANCE:
         return None
     problem = (
-        f"{batch_size / workers:.3g} samples per worker: the slowest works {imbalance:.3f} times "
+        f"{pluralize(batch_size / workers, 'sample', '.3g')} per worker: the slowest works "
+        f"{imbalance:.3f} times "
         "the mean, for the longest sample rules; "
     )
     larger = max(batch_size, workers)

@@ -48,7 +48,7 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
         "./missing.txt: no such file or folder, or nothing in it",
         "./*.md: no such file or folder, or nothing in it",
         "./nothing: no such file or folder, or nothing in it",
-        "./hollow: all 1 files in it are empty",
+        "./hollow: 1 file in it, all empty",
         "./empty.txt: the file is empty",
     ]
 
@@ -101,7 +101,7 @@ def test_a_document_over_the_limit(tmp_path: Path, documents: str) -> None:
 def test_nothing_left_after_filtering(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "few words")
     assert problems(tmp_path, config(tmp_path / "a.txt", min_tokens=25)) == [
-        "sources.0: source-0: nothing is left of it: 1 documents, no sample of at least min_tokens "
+        "sources.0: source-0: nothing is left of it: 1 document, no sample of at least min_tokens "
         "(25) tokens"
     ]
     write(tmp_path / "a.txt", "\n \n\t\n")

@@ -56,7 +56,7 @@ def test_advice_names_a_batch_that_balances(storage: Storage) -> None:
         storage, workers=8, batch_size=8, tokens_per_micro_batch=200, work=WORK, steps=4
     )
     assert found.advice is not None
-    assert found.advice.startswith("1 samples per worker: the slowest works ")
+    assert found.advice.startswith("1 sample per worker: the slowest works ")
     words = found.advice.split()
     better = inspect(
         storage, workers=8, batch_size=int(words[words.index("batch") + 2]),

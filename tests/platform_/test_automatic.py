@@ -353,5 +353,5 @@ def test_settings_that_fit_are_named(folder: Path) -> None:
     assert found is not None
     assert int(found[1]) <= SEQ_LEN * 64
     nothing = line(0.1)
-    assert "nor by the plan anything smaller on 1 workers; more workers" in nothing
+    assert "nor by the plan anything smaller on 1 worker; more workers" in nothing
     assert "nor by the plan" in line(0.1, **AUTO)

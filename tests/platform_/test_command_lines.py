@@ -24,7 +24,7 @@ from elastrata.driver.ray_session import ray_session
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.yaml_reader import available_recipes
 from elastrata.sweeps.result import find_sweep
-from elastrata_pipelines.errors import format_command
+from elastrata_pipelines.errors import format_command, pluralize
 from support.command_lines import NOT_RUN, READING, TO_A_BERT, TRAINING
 from support.documented import ROOT, documented_lines, documented_names
 from support.texts import plain_text
@@ -73,6 +73,37 @@ def test_no_message_puts_a_value_into_a_command_without_quotes() -> None:
         if re.search(r"\b(elastrata|mlflow|ray) [a-z]+ ([\w.-]+ )*$", str(part.value))
     ]
     assert unquoted == []
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [
+        (1, "step", "1 step"),
+        (0, "step", "0 steps"),
+        (1024, "step", "1,024 steps"),
+        (1, "batch", "1 batch"),
+        (2, "batch", "2 batches"),
+        (2, "loss", "2 losses"),
+        ("auto", "worker", "auto workers"),
+    ],
+)
+def test_a_count_agrees_with_its_noun(count: int | str, noun: str, text: str) -> None:
+    assert pluralize(count, noun) == text
+
+
+def test_no_command_prints_a_plural_after_a_count_that_may_be_one() -> None:
+    nouns = "steps|samples|tokens|workers|shards|stripes|files|nodes|trials|faults|checkpoints"
+    plurals = [
+        f"{path}:{node.lineno}"
+        for folder in ("cli", "driver", "run", "terminal")
+        for path in sorted((ROOT / "platform" / "elastrata" / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.JoinedStr)
+        for value, part in itertools.pairwise(node.values)
+        if isinstance(value, ast.FormattedValue) and isinstance(part, ast.Constant)
+        if re.match(rf" ({nouns})\b(?! per|/)", str(part.value))
+    ]
+    assert plurals == []
 
 
 def test_a_command_that_a_command_prints_can_be_pasted(

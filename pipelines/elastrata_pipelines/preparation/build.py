@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 from elastrata_pipelines.format import HELD_OUT as HELD_OUT_FOLDER
 from elastrata_pipelines.format import FileEntry, Manifest, SourceEntry, write_file
 from elastrata_pipelines.format.manifest import LENGTHS, TOKENIZER_DIR
@@ -62,7 +62,7 @@ def lay_out(config: PrepareConfig, tokenized: Sequence[TokenizedPortion], part: 
             )
         where = "held_out" if part == HELD_OUT else "sources"
         raise UserError(
-            f"{where}: nothing is left: {documents} documents, no sample of at least "
+            f"{where}: nothing is left: {pluralize(documents, 'document')}, no sample of at least "
             f"min_tokens ({config.min_tokens}) tokens"
         )
     plan = plan_shards(

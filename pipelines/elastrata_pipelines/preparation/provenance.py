@@ -14,7 +14,7 @@ from elastrata_pipelines.storage import Storage
 
 if TYPE_CHECKING:
     from elastrata_pipelines.preparation.work import TokenizedPortion, TrainingText
-
+from elastrata_pipelines.errors import pluralize
 
 PROVENANCE = "preparation.json"
 _SHOWN = 12
@@ -78,7 +78,7 @@ class Provenance(Record):
 
 
 def _describe_files(files: FilesOfSource) -> str:
-    return f"{files.files:,} of {files.bytes:,} bytes ({files.sha256[:8]})"
+    return f"{files.files:,} of {pluralize(files.bytes, 'byte')} ({files.sha256[:8]})"
 
 
 def _compare(existing: dict[str, Any], requested: dict[str, Any]) -> Iterator[str]:
@@ -156,7 +156,7 @@ def find_empty_sources(
         key = f"sources.{number}" if of_training else f"held_out.{number - len(config.sources)}"
         documents = sum(sum(portion.documents) for portion in portions)
         skipped = sum_counts(portion.skipped for portion in portions)
-        counts = [f"{documents:,} documents"]
+        counts = [pluralize(documents, "document")]
         counts += [f"skipped {format_counts(skipped)}"] if skipped else []
         if documents:
             counts.append(f"no sample of at least min_tokens ({config.min_tokens}) tokens")

@@ -15,7 +15,7 @@ from typing import Literal
 from fsspec.core import url_to_fs
 
 from elastrata_pipelines.checked_json import describe_error
-from elastrata_pipelines.errors import escape_unprintable
+from elastrata_pipelines.errors import escape_unprintable, pluralize
 from elastrata_pipelines.preparation.config import SourceConfig
 from elastrata_pipelines.preparation.local_files import (
     find_local,
@@ -97,7 +97,9 @@ def find_files(number: int, config: SourceConfig) -> FoundFiles:
         elif not filled and found[0].is_itself:
             empty.append(f"{escape_unprintable(found[0].url)}: the file is empty")
         elif not filled:
-            problems.append(f"{escape_unprintable(path)}: all {len(found)} files in it are empty")
+            problems.append(
+                f"{escape_unprintable(path)}: {pluralize(len(found), 'file')} in it, all empty"
+            )
         for entry in filled:
             # Paths may overlap; each file counts once.
             entries.setdefault(entry.url, entry)

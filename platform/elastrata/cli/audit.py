@@ -10,7 +10,7 @@ import typer
 
 from elastrata.cli.options import Json, RunName
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,7 +113,10 @@ def _show_audit(console: Console, audited: Audit, *, with_steps: bool) -> None:
 
 def _proof_lines(audited: Audit) -> list[str]:
     last, inherited = audited.steps[-1], audited.inherited
-    lines = [f"{last['step']:,} steps, each once; {last['samples']:,} samples without a gap"]
+    lines = [
+        f"{pluralize(last['step'], 'step')}, each once; {pluralize(last['samples'], 'sample')} "
+        "without a gap"
+    ]
     if inherited.state == "checked":
         lines.append("the parent's history is the one that the fork goes on after")
     if audited.data.state == "checked":
@@ -231,7 +234,8 @@ def _sample_lines(samples: Sequence[StepSample]) -> Iterable[str]:
         if sample.data_set != data_set:
             data_set = sample.data_set
             yield f"{data_set}"
-        place = f"  {sample.id}  {sample.tokens:>6,} tokens  {sample.shard}, row {sample.row:,}"
+        tokens = pluralize(sample.tokens, "token", ">6,")
+        place = f"  {sample.id}  {tokens}  {sample.shard}, row {sample.row:,}"
         yield f"{place}, epoch {sample.epoch}"
         if origin := sample.origin:
             token = "" if origin.token is None else f", from token {origin.token:,}"

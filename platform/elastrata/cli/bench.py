@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from elastrata.bench.step import Quartiles, StepFigures
     from elastrata.recipe.recipe import Recipe
-
+from elastrata_pipelines.errors import pluralize
 
 # Length of a phase in epochs or tokens: more than any measurement.
 _MANY_STEPS = 1_000_000
@@ -59,8 +59,10 @@ def step(
     loaded = _keep_phase(load_recipe(recipe, overrides or []), phase)
     samples = bench_samples(loaded, lengths, steps=warm_up + steps)
     console.print(
-        f"{recipe}: {loaded.batch_size:,} samples a step, lengths: {samples.lengths}, of at most "
-        f"{samples.seq_len} tokens; {_settings_line(loaded)}; {steps} steps after {warm_up}\n",
+        f"{recipe}: {pluralize(loaded.batch_size, 'sample')} a step, lengths: {samples.lengths}, "
+        "of at most "
+        f"{pluralize(samples.seq_len, 'token')}; {_settings_line(loaded)}; "
+        f"{pluralize(steps, 'step')} after {warm_up}\n",
         markup=False,
     )
     figures = measure_steps(loaded, samples, warm_up=warm_up)

@@ -21,7 +21,7 @@ from elastrata.cli.options import (
     select_phase,
 )
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import UserError, format_command
+from elastrata_pipelines.errors import UserError, format_command, pluralize
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -326,10 +326,10 @@ def show_manifest(console: Console, where: str, manifest: Manifest) -> None:
     size = sum(entry.bytes for entry in manifest.files)
     rows = {
         "data": where,
-        "samples": f"{manifest.samples:,} of at most {manifest.seq_len} tokens",
+        "samples": f"{manifest.samples:,} of at most {pluralize(manifest.seq_len, 'token')}",
         "tokens": f"{manifest.tokens:,} ({manifest.token_dtype})",
-        "stripes": f"{manifest.stripes:,} of {manifest.stripe_size} samples, in "
-        f"{len(manifest.shards):,} shard{'s' * (len(manifest.shards) > 1)}, {size / 1e6:,.1f} MB",
+        "stripes": f"{manifest.stripes:,} of {pluralize(manifest.stripe_size, 'sample')}, in "
+        f"{pluralize(len(manifest.shards), 'shard')}, {size / 1e6:,.1f} MB",
         "packing": manifest.packing + (", sentence pairs" if manifest.pairs else ""),
         "vocabulary": f"{manifest.vocabulary.size:,} ids, {manifest.tokenizer_fingerprint[:12]}",
         "fingerprint": manifest.fingerprint[:12],
@@ -378,7 +378,9 @@ def show_excerpts(console: Console, excerpts: Sequence[Excerpt]) -> None:
     """Print samples as text, one line per document or half of a sentence pair."""
     for excerpt in excerpts:
         kind = {None: "", True: ", the second part follows", False: ", the second part is random"}
-        console.print(f"\nsample {excerpt.sample_id:016x}, {excerpt.tokens} tokens", end="")
+        console.print(
+            f"\nsample {excerpt.sample_id:016x}, {pluralize(excerpt.tokens, 'token')}", end=""
+        )
         console.print(kind[excerpt.is_next])
         for part in excerpt.parts:
             console.print(f"| {_escape_controls(part)}", markup=False, highlight=False)
@@ -432,8 +434,9 @@ def show_balance(console: Console, inspection: Inspection) -> None:
             style="bold" if scheme.scheme == "deal" else None,
         )
     console.print(
-        f"\n{inspection.batch_size:,} samples a step over {inspection.workers:,} "
-        f"worker{'s' * (inspection.workers > 1)}, {inspection.balance.steps} steps: largest work "
+        f"\n{pluralize(inspection.batch_size, 'sample')} a step over "
+        f"{pluralize(inspection.workers, 'worker')}, "
+        f"{pluralize(inspection.balance.steps, 'step')}: largest work "
         "of a worker over the mean"
     )
     console.print(table)
@@ -492,7 +495,7 @@ def _show_plan(console: Console, plan: SparsityPlan, heading: str) -> None:
     """Print the layers of a phase by their share of zeros, and the FLOPs of a sample."""
     console.print(
         f"\n{heading}: {plan.method}, {plan.level:.1%} of the sparse layers' weights at zero; "
-        f"{plan.flops:.3g} of {plan.flops_dense:.3g} FLOPs for {plan.seq_len:,} tokens, "
+        f"{plan.flops:.3g} of {plan.flops_dense:.3g} FLOPs for {pluralize(plan.seq_len, 'token')}, "
         f"{plan.times_fewer:.2f} times fewer",
         markup=False,
     )

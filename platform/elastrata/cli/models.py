@@ -11,7 +11,7 @@ import typer
 
 from elastrata.cli.options import Json, RunName, local_path
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 
 if TYPE_CHECKING:
     from elastrata.inference.evaluation import TaskResults
@@ -235,7 +235,7 @@ def generate(
         text_perplexity = compute_perplexity(loaded, text)
         console.print(
             f"perplexity {text_perplexity.perplexity:.2f}, loss {text_perplexity.loss:.4f} over "
-            f"{text_perplexity.tokens:,} tokens of {file}",
+            f"{pluralize(text_perplexity.tokens, 'token')} of {file}",
             markup=False,
         )
     if json:

@@ -13,7 +13,7 @@ import typer
 
 from elastrata.cli.options import Json, Overrides, Phase, RecipeName, local_path, select_phase
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,8 +122,9 @@ def plan(
 def _show_heading(console: Console, recipe: str, devices: str, cluster_plan: Plan) -> None:
     console.print(
         f"{recipe} on {devices}: {cluster_plan.model.parameters / 1e9:.4g} "
-        f"billion parameters, {cluster_plan.batch_size:,} samples of "
-        f"{cluster_plan.model.seq_len:,} tokens a step, {cluster_plan.steps:,} steps\n",
+        f"billion parameters, {pluralize(cluster_plan.batch_size, 'sample')} of "
+        f"{pluralize(cluster_plan.model.seq_len, 'token')} a step, "
+        f"{pluralize(cluster_plan.steps, 'step')}\n",
         markup=False,
     )
 

@@ -14,7 +14,7 @@ import typer
 
 from elastrata.cli.options import Address, Json
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import UserError, format_command
+from elastrata_pipelines.errors import UserError, format_command, pluralize
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -271,8 +271,8 @@ def _summarize(console: Console, result: dict[str, Any]) -> None:
     from elastrata_pipelines.preparation.provenance import format_counts
 
     console.print(
-        f"done in {result['seconds']:.1f} s: {result['samples']:,} samples, "
-        f"{result['tokens']:,} tokens, {format_amount(result['stripes'], 'stripes')} in "
+        f"done in {result['seconds']:.1f} s: {pluralize(result['samples'], 'sample')}, "
+        f"{pluralize(result['tokens'], 'token')}, {format_amount(result['stripes'], 'stripes')} in "
         f"{format_amount(result['shards'], 'shards')}",
         markup=False,
     )

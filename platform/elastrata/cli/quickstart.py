@@ -12,7 +12,7 @@ import typer
 
 from elastrata.cli.options import Json, local_path
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import format_command
+from elastrata_pipelines.errors import format_command, pluralize
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +68,8 @@ def quickstart(
     out = out.resolve()
     corpus = collect_corpus(out / "corpus")
     console.print(
-        f"1/5  corpus: {corpus.files} files, {corpus.bytes / 1e6:.1f} MB of Python's own library"
+        f"1/5  corpus: {pluralize(corpus.files, 'file')}, {corpus.bytes / 1e6:.1f} MB of Python's "
+        "own library"
     )
     recipe = quickstart_recipe(out, corpus, tuple(overrides or ()), model)
     # One session for preparation and training, as starting Ray takes seconds.
@@ -124,13 +125,14 @@ def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
     with StageProgress(console) as stages:
         manifest = prepare(recipe.data.prepare, recipe.data.path, progress=stages)
     console.print(
-        f"     {manifest.samples:,} samples, {manifest.tokens:,} tokens, "
-        f"{manifest.stripes:,} stripes"
+        f"     {pluralize(manifest.samples, 'sample')}, {pluralize(manifest.tokens, 'token')}, "
+        f"{pluralize(manifest.stripes, 'stripe')}"
     )
     recipe = resolve_steps(recipe)
     console.print(
-        f"3/5  train: {recipe.steps_in_all} steps of {recipe.batch_size} samples, "
-        f"{recipe.workers.max} workers"
+        f"3/5  train: {pluralize(recipe.steps_in_all, 'step')} of "
+        f"{pluralize(recipe.batch_size, 'sample')}, "
+        f"{pluralize(recipe.workers.max, 'worker')}"
     )
 
     with Progress(recipe.steps_in_all, console, indent="     ") as progress:
@@ -174,7 +176,8 @@ def _print_summary(
         f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items()
     )
     console.print(
-        f"\ndone in {seconds:.0f} s: {result.steps} steps, {result.tokens_seen:,} tokens\n"
+        f"\ndone in {seconds:.0f} s: {pluralize(result.steps, 'step')}, "
+        f"{pluralize(result.tokens_seen, 'token')}\n"
         f"  held-out  {losses}\n"
         f"  model     {model}\n"
         f"  pictures  {result.run_dir}/plots\n"

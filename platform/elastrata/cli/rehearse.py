@@ -9,6 +9,7 @@ import typer
 
 from elastrata.cli.options import Json, Overrides, Phase, RecipeName
 from elastrata.terminal.console import open_console, print_json_line
+from elastrata_pipelines.errors import pluralize
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,8 +65,9 @@ def show_rehearsal(console: Console, figures: Figures) -> None:
     """
     console.print(
         f"{figures['recipe']} on {figures['devices']}x{figures['device']}, {figures['layout']}: "
-        f"{figures['batch_size']:,} samples of {figures['seq_len']:,} tokens a step, micro-batches "
-        f"of at most {figures['micro_batch_tokens']:,} tokens, activation checkpointing "
+        f"{pluralize(figures['batch_size'], 'sample')} of "
+        f"{pluralize(figures['seq_len'], 'token')} a step, micro-batches "
+        f"of at most {pluralize(figures['micro_batch_tokens'], 'token')}, activation checkpointing "
         f"{figures['activation_checkpointing']}",
         markup=False,
     )
@@ -80,7 +82,8 @@ def _show_rank(console: Console, rank: Figures, memory_bytes: float) -> None:
     counted = rank["flops"] / rank["formula_flops"] if rank["formula_flops"] else 0.0
     console.print(
         f"\nrank {rank['rank']}: {rank['parameters'] / 1e9:.4g} billion parameters in its stages, "
-        f"{rank['micro_batches']} micro-batches of at most {rank['micro_batch_tokens']:,} tokens; "
+        f"{pluralize(rank['micro_batches'], 'micro-batch')} of at most "
+        f"{pluralize(rank['micro_batch_tokens'], 'token')}; "
         f"{rank['flops'] / 1e12:.4g} TFLOPs counted, {counted:.3f} times the formula's\n",
         markup=False,
     )
@@ -133,9 +136,12 @@ def _show_memory(console: Console, rank: Figures, memory_bytes: float) -> None:
 
 def _show_graphs(console: Console, graphs: Figures) -> None:
     console.print(
-        f"\ntorch.compile over {graphs['steps']} steps of varying lengths: {graphs['graphs']} "
-        f"graphs, {graphs['breaks']} breaks, {graphs['recompilations']} recompilations after the "
-        f"first step; {graphs['next_group']} graphs more in the next group of the same processes",
+        f"\ntorch.compile over {pluralize(graphs['steps'], 'step')} of varying lengths: "
+        f"{graphs['graphs']} "
+        f"graphs, {pluralize(graphs['breaks'], 'break')}, "
+        f"{pluralize(graphs['recompilations'], 'recompilation')} after the "
+        f"first step; {pluralize(graphs['next_group'], 'graph')} more in the next group of the "
+        "same processes",
         markup=False,
     )
     for reason in graphs["reasons"]:

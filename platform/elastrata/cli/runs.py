@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from elastrata.run.goodput import Goodput
     from elastrata.run.status import Evaluation, Status, TimeBalance
     from elastrata.run.timeline import Recovery
-
+from elastrata_pipelines.errors import pluralize
 
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
 
@@ -111,7 +111,8 @@ def _show_state(console: Console, run_status: Status) -> None:
         "state": Text(run_status.text, style=STATE_STYLES[run_status.state]),
         "progress": f"step {run_status.steps:,} of {run_status.steps_in_all:,} "
         f"({run_status.progress:.1%}), "
-        f"{run_status.samples_seen:,} samples, {run_status.tokens_seen:,} tokens"
+        f"{pluralize(run_status.samples_seen, 'sample')}, "
+        f"{pluralize(run_status.tokens_seen, 'token')}"
         + (f", loss {run_status.loss:.4f}" if run_status.loss is not None else ""),
         **({"target": str(run_status.target)} if run_status.target else {}),
         **(
@@ -181,7 +182,7 @@ def _show_recoveries(console: Console, run_status: Status) -> None:
         console.print("\nrecoveries")
     for recovery in run_status.recoveries:
         repeated = _format_repeated(recovery)
-        workers = f"{recovery.world_size} worker{'s' * (recovery.world_size > 1)}"
+        workers = pluralize(recovery.world_size, "worker")
         parts = [
             f"{recovery.cause}: {_format_duration(recovery.seconds)} without a step",
             *([repeated] if repeated else []),
@@ -194,7 +195,7 @@ def _format_repeated(recovery: Recovery) -> str:
     """Return how many steps are repeated and how many may be unrecorded; empty without any."""
     count, seconds = recovery.steps_rolled_back, f"{recovery.seconds_rolled_back:.1f} s"
     if not recovery.at_least:
-        return f"{count:,} steps done again ({seconds})" if count else ""
+        return f"{pluralize(count, 'step')} done again ({seconds})" if count else ""
     # The history of the last moments before a loss may have been lost with its worker.
     unrecorded = recovery.seconds_unrecorded
     unrecorded_text = (
@@ -202,7 +203,7 @@ def _format_repeated(recovery: Recovery) -> str:
         if unrecorded is None
         else f"up to {unrecorded:.1f} s before the loss are not recorded"
     )
-    return f"at least {count:,} steps done again ({seconds} recorded; {unrecorded_text})"
+    return f"at least {pluralize(count, 'step')} done again ({seconds} recorded; {unrecorded_text})"
 
 
 def _format_duration(seconds: float) -> str:

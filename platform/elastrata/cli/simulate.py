@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Simulation,
     )
     from elastrata.simulation.trace import Event
-
+from elastrata_pipelines.errors import pluralize
 
 _DAY = 86_400.0
 
@@ -165,16 +165,20 @@ def _prices(cluster: Cluster) -> Prices | None:
     return Prices(on_demand=cluster.price, spot=cluster.spot_price)
 
 
+_FAULTS = {"drain": "drain", "driver": "lost driver", "kill": "killed process", "lose": "loss"}
+"""Nouns of the kinds of faults."""
+
+
 def show_simulation(console: Console, simulation: Simulation, steps: int) -> None:
     """Print how the simulated run spends its time, and its cost."""
     outcome = simulation.outcome
-    faults = ", ".join(f"{count:,} {kind}" for kind, count in sorted(outcome.faults.items()))
+    faults = ", ".join(pluralize(n, _FAULTS[kind]) for kind, n in sorted(outcome.faults.items()))
     rows = {
         "steps": f"{outcome.steps:,} of {steps:,}, in {_format_duration(outcome.seconds)}",
         "undisturbed": _format_duration(simulation.undisturbed_seconds),
         "goodput": f"{outcome.goodput:.2%} of the time in steps that count",
         "  again": f"{_format_share(outcome.seconds_again, outcome.seconds)}: "
-        f"{outcome.lost_steps:,} steps",
+        + pluralize(outcome.lost_steps, "step"),
         "  recovering": _format_share(outcome.seconds_recovering, outcome.seconds),
         "  saving": _format_share(outcome.seconds_saving, outcome.seconds),
         "  waiting": f"{_format_share(outcome.seconds_waiting, outcome.seconds)}: too few workers",

@@ -10,7 +10,7 @@ import typer
 
 from elastrata.cli.options import Address, Json, OptionalRecipe, Overrides
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import UserError, format_command
+from elastrata_pipelines.errors import UserError, format_command, pluralize
 
 if TYPE_CHECKING:
     from elastrata.recipe.recipe import Recipe
@@ -62,8 +62,8 @@ def train_and_show(
         result = train_recipe(chosen, address=address, show=progress, go_on_from=go_on_from)
     uri = tracking_uri(chosen.tracking.uri, Storage(chosen.storage))
     lines = [
-        f"done: {result.steps} steps, {result.samples_seen:,} samples, "
-        f"{result.tokens_seen:,} tokens, loss {result.final_loss:.4f}",
+        f"done: {pluralize(result.steps, 'step')}, {pluralize(result.samples_seen, 'sample')}, "
+        f"{pluralize(result.tokens_seen, 'token')}, loss {result.final_loss:.4f}",
         *([f"  target   {result.target}"] if result.target else []),
         f"  run      {result.run_dir}",
         f"  record   {format_command('mlflow', 'ui', '--backend-store-uri', uri)}",

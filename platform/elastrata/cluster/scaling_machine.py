@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from elastrata.step.events import Action, ControlSignal
+from elastrata_pipelines.errors import pluralize
 
 # A check opens a connection to every node.
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -213,7 +214,7 @@ class ScalingMachine:
         count -= count % self._multiple
         if count == event.workers:
             return []
-        return self._ask_to_halt("resize", f"{event.workers} -> {count} workers", now)
+        return self._ask_to_halt("resize", f"{event.workers} -> {pluralize(count, 'worker')}", now)
 
     def _handle_room(self, workers: int, now: float) -> list[Instruction]:
         if self._halt is None:
@@ -227,7 +228,7 @@ class ScalingMachine:
         """Request a halt if another group fits on other nodes; otherwise request one save per
         leaving node and check again later."""
         leaving = self._leaving
-        text = f"{len(leaving)} node{'s' * (len(leaving) > 1)} to go"
+        text = f"{pluralize(len(leaving), 'node')} to go"
         if room >= self._least:
             return self._ask_to_halt("drain", text, now)
         if not leaving - self._warned_nodes:
@@ -370,7 +371,7 @@ def split_groups_warning(nodes: Sequence[str], tensor: int) -> str:
     return (
         f"parallel.tensor: {tensor}: {num_split} of {len(nodes) // tensor} groups have workers on "
         "several nodes, and talk over the network in every block; a node with room for a multiple "
-        f"of {tensor} workers has whole groups"
+        f"of {pluralize(tensor, 'worker')} has whole groups"
     )
 
 

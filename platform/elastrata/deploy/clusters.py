@@ -25,7 +25,7 @@ from elastrata.recipe.recipe import WorkersConfig
 from elastrata.recipe.yaml_reader import RecipeText
 from elastrata.recipe.yaml_values import parse_documents, read_text
 from elastrata.shipped import cluster_files
-from elastrata_pipelines.errors import UserError, suggest_nearest
+from elastrata_pipelines.errors import UserError, pluralize, suggest_nearest
 
 _ROUNDING = 1e-6
 """Tolerance when dividing resources: three workers of 0.4 CPUs fit into 1.2."""
@@ -431,7 +431,7 @@ def check_cluster(cluster: ClusterSpec) -> Iterator[Finding]:
     yield Finding(
         name="cluster",
         status="ok",
-        found=f"{cluster.file}: at most {cluster.max_nodes} nodes beside the head, "
+        found=f"{cluster.file}: at most {pluralize(cluster.max_nodes, 'node')} beside the head, "
         f"{', '.join(amounts)}",
     )
 
@@ -487,7 +487,7 @@ def check_fit(workers: WorkersConfig, cluster: ClusterSpec) -> Iterator[Finding]
     yield Finding(
         name="reading",
         status="ok" if is_enough else "warning",
-        found=f"{cpus_left:g} CPUs left beside {count} workers",
+        found=f"{cpus_left:g} CPUs left beside {pluralize(count, 'worker')}",
         advice=""
         if is_enough
         else f"workers.cpus below {workers.cpus:g}: data is read with the rest",

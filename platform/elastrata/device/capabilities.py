@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from elastrata.device.kernels import has_kernels
+from elastrata_pipelines.errors import pluralize
 
 _BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
 """Their names in `torch.cpu.get_capabilities`, on x86 and on ARM."""
@@ -132,7 +133,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return f"CPU, {threads} thread{'s' * (threads > 1)}"
+    return f"CPU, {pluralize(threads, 'thread')}"
 
 
 def peak_flops(device: torch.device) -> float | None:

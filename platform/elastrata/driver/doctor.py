@@ -18,7 +18,7 @@ from elastrata.driver.ray_session import NICENESS, ray_session
 from elastrata.recipe.yaml_reader import available_recipes
 from elastrata.run.facts import versions
 from elastrata.shipped import cluster_files, constraint_versions
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 from elastrata_pipelines.storage import Storage
 
 _GIB = 2**30
@@ -233,7 +233,7 @@ def _run_tasks(address: str, niceness: list[int]) -> str:
         niceness.extend(ray.get(refs, timeout=_SECONDS_FOR_A_TASK))
     if address == "local":
         return "a local cluster starts, runs a task and stops"
-    return f"{address} answers and runs a task on each of {len(nodes)} nodes"
+    return f"{address} answers and runs a task on each of {pluralize(len(nodes), 'node')}"
 
 
 def _write_and_read(storage: Storage) -> str:

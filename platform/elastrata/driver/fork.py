@@ -29,7 +29,7 @@ from elastrata.run.fork import Fork, samples_after_step
 from elastrata.run.history import read_lineage
 from elastrata.step.schedule import DecayConfig
 from elastrata.trainer.preflight import TrainingData, find_training_data, mask_problems
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
 
@@ -200,7 +200,8 @@ def _done_phase_problems(before: Recipe, recipe: Recipe, step: int, where: str) 
                 f"more than {done_steps}" if old_first + old.num_steps > step else str(done_steps)
             )
             yield (
-                f"{place}.steps: {part.num_steps}: expected {expected} steps: the parent, {where}, "
+                f"{place}.steps: {part.num_steps}: expected {pluralize(expected, 'step')}: the "
+                f"parent, {where}, "
                 f"has done {done_steps} of this phase"
             )
             return

@@ -54,7 +54,7 @@ from elastrata.trainer.preflight import (
     find_training_data,
     mask_problems,
 )
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 from elastrata_pipelines.phase import compute_positions_after
 from elastrata_pipelines.storage import Storage
 
@@ -425,6 +425,7 @@ def find_repetition(recipe: Recipe, data: TrainingData) -> str | None:
     if epochs <= MOST_EPOCHS:
         return None
     return (
-        f"{recipe.steps_in_all:,} steps go {epochs:,.0f} times through the {sizes[url]:,} samples "
+        f"{pluralize(recipe.steps_in_all, 'step')} go {epochs:,.0f} times through the "
+        f"{pluralize(sizes[url], 'sample')} "
         f"of {url}; epochs=3 in the place of steps, or more data, would learn more from it"
     )

@@ -11,7 +11,7 @@ from elastrata.sparsity.config import TwoFourConfig
 from elastrata.sparsity.layers import layer_shapes, sparsity_problems
 from elastrata.step.evaluate import evaluation_metrics
 from elastrata.workload.workload import stage_problems, tensor_problems
-from elastrata_pipelines.errors import UserError, suggest_nearest
+from elastrata_pipelines.errors import UserError, pluralize, suggest_nearest
 
 
 def cross_field_problems(recipe: Recipe) -> list[Problem]:
@@ -482,7 +482,8 @@ def _micro_batch_problems(recipe: Recipe) -> Iterator[Problem]:
             yield (
                 key,
                 f"{'.'.join(key)}: {part.batch_size}: expected at least {groups * count}: a sample "
-                f"for each of {count} micro-batches of workers.max{group_count_suffix(recipe)} "
+                f"for each of {pluralize(count, 'micro-batch')} of "
+                f"workers.max{group_count_suffix(recipe)} "
                 f"({groups}) groups of workers",
             )
 
@@ -609,7 +610,8 @@ def mixture_problems(part: PhaseKeys) -> Iterator[Problem]:
             if count > 1:
                 yield (
                     ("data", "sources", str(number), key),
-                    f"data.sources.{number}.{key}: {value}: {count} sources have it, expected one",
+                    f"data.sources.{number}.{key}: {value}: {pluralize(count, 'source')} have it, "
+                    "expected one",
                 )
     for key, weights in (("weight", data.weights), ("final_weight", data.final_weights)):
         if weights is not None and not any(weights):

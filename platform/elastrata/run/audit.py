@@ -31,7 +31,7 @@ from elastrata.run.fork import (
     samples_by_step,
 )
 from elastrata.run.timeline import Attempt, attempts
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 from elastrata_pipelines.format import MANIFEST, FileEntry, Manifest, open_shard
 from elastrata_pipelines.hashing import U64, digest
 from elastrata_pipelines.order import Order
@@ -83,10 +83,10 @@ class Expectation:
             places = np.concatenate([self._places(*span) for span in spans[epoch]])
             counts = np.bincount(places, minlength=size)
             if twice := int((counts > 1).sum()):
-                problems.append(f"epoch {epoch}: {twice:,} samples seen more than once")
+                problems.append(f"epoch {epoch}: {pluralize(twice, 'sample')} seen more than once")
             # Only a complete epoch must contain every sample.
             if stop >= (epoch + 1) * size and (never := int((counts == 0).sum())):
-                problems.append(f"epoch {epoch}: {never:,} samples never seen")
+                problems.append(f"epoch {epoch}: {pluralize(never, 'sample')} never seen")
         return problems
 
     def _places(self, first: int, count: int) -> npt.NDArray[np.int64]:
@@ -123,7 +123,9 @@ def _sample_ids(data: Storage, manifest: Manifest, shard: FileEntry) -> U64:
         # Only the column of ids is read, not the tokens.
         ids: U64 = reader.read(["sample_id"], use_threads=False)["sample_id"].to_numpy()
     if len(ids) != shard.samples:
-        raise UserError(f"{data.uri(shard.path)}: {len(ids)} samples, expected {shard.samples}")
+        raise UserError(
+            f"{data.uri(shard.path)}: {pluralize(len(ids), 'sample')}, expected {shard.samples}"
+        )
     return ids
 
 
@@ -375,10 +377,13 @@ def position_problems(steps: Sequence[Entry], begin: Span = (0, 0)) -> list[str]
     for step in steps:
         before = ends.get(step["step"] - 1)
         if step["batch_samples"] < 1:
-            problems.append(f"step {step['step']}: {step['batch_samples']} samples in it")
+            problems.append(
+                f"step {step['step']}: {pluralize(step['batch_samples'], 'sample')} in it"
+            )
         elif before is not None and before + step["batch_samples"] != step["samples"]:
             problems.append(
-                f"step {step['step']}: {step['samples']:,} samples seen after it, but {before:,} "
+                f"step {step['step']}: {pluralize(step['samples'], 'sample')} seen after it, but "
+                f"{before:,} "
                 f"before it and {step['batch_samples']:,} in it"
             )
     return problems

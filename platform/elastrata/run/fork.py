@@ -37,7 +37,7 @@ from elastrata.run.folder import (
 )
 from elastrata.run.history import FORKED, HistoryWriter, restore_history, without_history
 from elastrata.run.ownership import owner_is_alive
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 from elastrata_pipelines.mixture import Mixture
 from elastrata_pipelines.phase import compute_positions_after, placements
 from elastrata_pipelines.storage import Storage
@@ -205,7 +205,7 @@ def _by_phase(
     if len(identity.data) != expected:
         raise UserError(
             f"{where}: data: {len(identity.data)} data sets, but the run's recipe has "
-            f"{expected} in {len(phases)} phases"
+            f"{expected} in {pluralize(len(phases), 'phase')}"
         )
     # `data` lists the data sets of all phases in one flat tuple.
     remaining_data = iter(identity.data)
@@ -216,7 +216,9 @@ def _by_phase(
         raise UserError(f"{where}: mixtures: {error}") from None
     for number, (mixture, sets) in enumerate(zip(mixtures, data, strict=True)):
         if (mixture.num_sources if mixture else 1) != len(sets):
-            raise UserError(f"{where}: mixtures.{number}: expected shares of {len(sets)} sources")
+            raise UserError(
+                f"{where}: mixtures.{number}: expected shares of {pluralize(len(sets), 'source')}"
+            )
     return data, mixtures
 
 
@@ -265,7 +267,8 @@ def _find_differences(parent: Storage, origin: ForkOrigin, steps: Sequence[Entry
     last = steps[-1] if steps else {"step": 0, "samples": 0}
     if (last["step"], last["samples"]) != (origin.step, origin.samples):
         problems.append(
-            f"{parent.uri('history')}: {last['samples']:,} samples after step {last['step']}, but "
+            f"{parent.uri('history')}: {pluralize(last['samples'], 'sample')} after step "
+            f"{last['step']}, but "
             f"the fork goes on after step {origin.step} with {origin.samples:,}"
         )
     return problems
@@ -275,7 +278,8 @@ def _find_gaps(spans: Mapping[str, Sequence[Span]], origin: ForkOrigin) -> list[
     """Return one line for each data set of which the ancestors took another number of samples."""
     num_taken = {key: sum(count for _, count in spans.get(key, ())) for key in origin.positions}
     return [
-        f"{origin.url}: {num_taken[key]:,} samples of the data set {key[:12]} were taken, but the "
+        f"{origin.url}: {pluralize(num_taken[key], 'sample')} of the data set {key[:12]} were "
+        "taken, but the "
         f"fork goes on behind {count:,}"
         for key, count in origin.positions.items()
         if num_taken[key] != count

@@ -12,6 +12,7 @@ from elastrata.run import history
 from elastrata.run.entries import metrics_of
 from elastrata.run.timeline import Attempt, Timeline, attempts, cause, undone_steps
 from elastrata.step.target import TargetConfig, is_reached
+from elastrata_pipelines.errors import pluralize
 
 Entry = Mapping[str, Any]
 _PLANNED = ("resize", "drain", "stop")
@@ -142,8 +143,8 @@ class TimeToTarget:
             return f"not reached: {self.metric} {found}, expected {bound}"
         return (
             f"reached: {self.metric} {self.value:.6g} {bound} at step {self.step:,}, "
-            f"{self.samples:,} samples, {self.tokens:,} tokens, after {self.seconds:.1f} s of "
-            f"training ({self.seconds_in_steps:.1f} s in steps)"
+            f"{pluralize(self.samples or 0, 'sample')}, {pluralize(self.tokens or 0, 'token')}, "
+            f"after {self.seconds:.1f} s of training ({self.seconds_in_steps:.1f} s in steps)"
         )
 
     def to_metrics(self) -> dict[str, float]:

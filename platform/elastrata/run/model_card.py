@@ -13,6 +13,7 @@ from typing import Any
 from elastrata.recipe.yaml_values import dump_yaml
 from elastrata.run.folder import MAY_CHANGE, Parent
 from elastrata.workload.workload import TransformersNames
+from elastrata_pipelines.errors import pluralize
 from elastrata_pipelines.format import Manifest
 
 CARD = "README.md"
@@ -93,14 +94,15 @@ class ModelCard:
         return {**front, "model-index": [{"name": self.name, "results": results}]}
 
     def _introduction(self) -> str:
-        size = "" if self.parameters is None else f" of {self.parameters:,} parameters"
+        size = "" if self.parameters is None else f" of {pluralize(self.parameters, 'parameter')}"
         begun_text = (
             "" if self.parent is None else f", begun with other weights, `{self._parent()}`"
         )
         return (
             f"A `{self.recipe['workload']['name']}`{size}, pre-trained with Elastrata "
-            f"{self.version}: {self.steps:,} steps, {self.samples:,} samples, {self.tokens:,} "
-            f"tokens{begun_text}. Its weights are in {self.dtype}."
+            f"{self.version}: {pluralize(self.steps, 'step')}, "
+            f"{pluralize(self.samples, 'sample')}, {pluralize(self.tokens, 'token')}"
+            f"{begun_text}. Its weights are in {self.dtype}."
         )
 
     def _parent(self) -> str:

@@ -21,7 +21,7 @@ from elastrata.sweeps.scheduler import NoneConfig, PbtConfig, SchedulerConfig
 from elastrata.sweeps.search import GridConfig, RandomConfig, SearcherConfig, missing_package
 from elastrata.sweeps.space import Domain, activating_values, condition_problems
 from elastrata.sweeps.trial_recipe import BaseRecipe, base_recipe
-from elastrata_pipelines.errors import UserError, suggest_nearest
+from elastrata_pipelines.errors import UserError, pluralize, suggest_nearest
 
 
 class SweepConfig(Config):
@@ -248,7 +248,10 @@ def _grid_problems(config: SweepConfig) -> Iterator[str]:
             yield f"space.{key}.points: missing: a grid needs to know how many values"
         points *= len(values or (None,))
     if points > _MOST_POINTS:
-        yield f"space: a grid of up to {points:,} points: expected at most {_MOST_POINTS:,}"
+        yield (
+            f"space: a grid of up to {pluralize(points, 'point')}: expected at most "
+            f"{_MOST_POINTS:,}"
+        )
 
 
 def _scheduler_problems(config: SweepConfig, recipe: Recipe) -> Iterator[str]:

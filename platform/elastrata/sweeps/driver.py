@@ -50,7 +50,7 @@ from elastrata.sweeps.trial_recipe import TrialJob
 from elastrata.tracking.models import LoadableModel
 from elastrata.tracking.tracker import Status, Tracker, open_tracker
 from elastrata.trainer.preflight import find_training_data
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 from elastrata_pipelines.storage import Storage
 
 # Tune requires the process of a trial to claim some resource. A trial on a group of workers claims
@@ -121,7 +121,8 @@ def divide_cluster(
     # and GPUs instead, as their claims shrink to fractions.
     if workers.most > 1 and wanted != "auto" and min(trials, wanted) > capacity:
         raise UserError(
-            f"concurrency: {wanted}: the cluster has room for {capacity} trials of {workers.most} "
+            f"concurrency: {wanted}: the cluster has room for {pluralize(capacity, 'trial')} of "
+            f"{workers.most} "
             "workers at a time"
         )
     if not gpus_each and wanted == "auto":

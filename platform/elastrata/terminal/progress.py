@@ -35,7 +35,7 @@ from elastrata_pipelines.speeds import FULL_SPEED
 
 if TYPE_CHECKING:
     from elastrata.recipe.recipe import Recipe
-
+from elastrata_pipelines.errors import pluralize
 
 _SHOWN_SECONDS = 0.1
 """Shortest duration of a stage that is shown."""
@@ -201,7 +201,7 @@ class Progress(LiveBlock):
         if not self._is_long and len(self._recent) == _WARN_STEPS and self._eta > _LONG_SECONDS:
             self._is_long = True
             self._write(
-                f"warning: {self._steps - self._step:,} steps are left, which take "
+                f"warning: {pluralize(self._steps - self._step, 'step')} are left, which take "
                 f"{self._eta / _DAY:,.0f} days at this pace; fewer steps (epochs=3, say), more "
                 "workers or a smaller model take less"
             )
@@ -264,11 +264,14 @@ def _describe(event: Event, step: int) -> str | None:
     """Return a line about an event, or None. `step` is the last step before it."""
     match event:
         case Started():
-            workers = "worker" if event.world_size == 1 else "workers"
             since = f" from step {event.step}, {_TIERS[event.state]}" if event.step else ""
-            again = f", at least {step - event.step} steps again" if step > event.step else ""
+            again = (
+                f", at least {pluralize(step - event.step, 'step')} again"
+                if step > event.step
+                else ""
+            )
             stayed = f", {event.stayed} of them as before," if event.stayed else ""
-            count = f"{event.world_size} {workers}{stayed}"
+            count = f"{pluralize(event.world_size, 'worker')}{stayed}"
             return f"training on {count}{since}{again} (attempt {event.attempt})"
         case Evaluated():
             metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())

@@ -11,6 +11,7 @@ from elastrata.sweeps.journal import Standings
 from elastrata.sweeps.plots import headings, html_table, rows, sort_trials
 from elastrata.sweeps.space import Domain
 from elastrata.terminal.console import LiveBlock
+from elastrata_pipelines.errors import pluralize
 
 _ROWS_OF_OTHERS = 8
 """Terminal rows that the table leaves free."""
@@ -53,7 +54,8 @@ class SweepProgress(LiveBlock):
                 mark = ", the best so far" if trial is best else ""
                 values = "  ".join(f"{key}={value}" for key, value in trial.values.items())
                 self._write(
-                    f"trial {trial.id} {trial.state}:{shown} after {trial.tokens:,} tokens{mark}  "
+                    f"trial {trial.id} {trial.state}:{shown} after "
+                    f"{pluralize(trial.tokens, 'token')}{mark}  "
                     f"{values}"
                 )
 

@@ -38,7 +38,7 @@ from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.step.events import Chosen, RanOut
 from elastrata.workload.workload import PlannableWorkload, model_spec
 from elastrata_pipelines.batches import Batches
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.speeds import RankKind, RankKinds, distinct_kinds
@@ -70,7 +70,10 @@ def describe_fitting_choices(recipe: Recipe, phases: Sequence[Phase]) -> str:
     fitting = [one for one in smaller.all if smaller.bytes(one) <= USABLE * memory]
     tried = f"{where}: {_keys(taken)} does not fit"
     if not fitting:
-        return f"{tried}, nor by the plan anything smaller on {world_size} workers; {_DIVIDE}"
+        return (
+            f"{tried}, nor by the plan anything smaller on {pluralize(world_size, 'worker')}; "
+            f"{_DIVIDE}"
+        )
     best = smaller.best(lambda choice: choice in fitting)
     return f"{tried}; {_keys(best)} does by the plan ({smaller.bytes(best) / _GIB:.1f} GiB)"
 

@@ -16,7 +16,7 @@ from elastrata.trainer.evaluation import EvaluationSet
 from elastrata.workload.workload import model_spec
 from elastrata_pipelines.batches import Batches, Source
 from elastrata_pipelines.deal import FIXED_TOKENS
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 from elastrata_pipelines.format import HELD_OUT, Manifest, file_problems, read_held_out
 from elastrata_pipelines.format.manifest import PREPARE_AGAIN_ADVICE
 from elastrata_pipelines.mixture import (
@@ -225,13 +225,14 @@ def _size_problems(part: PhaseKeys, place: str, manifest: Manifest) -> list[str]
     if part.batch_size > manifest.samples and not part.data.sources:
         problems.append(
             f"batch_size: {part.batch_size}: larger than the data set "
-            f"({manifest.samples} samples in {place})"
+            f"({pluralize(manifest.samples, 'sample')} in {place})"
         )
     longest, most = longest_sample(manifest), part.micro_batch_tokens
     if most != "auto" and longest > most:
         which = f"{place}" if part.data.sources else "the data set"
         problems.append(
-            f"micro_batch_tokens: {most}: {which} has samples of {longest} tokens; expected at "
+            f"micro_batch_tokens: {most}: {which} has samples of {pluralize(longest, 'token')}; "
+            "expected at "
             "least that"
         )
     return problems
@@ -242,7 +243,8 @@ def _memory_problems(recipe: Recipe, place: str, manifest: Manifest) -> list[str
     sample."""
     longest = longest_sample(manifest)
     return [
-        f"workers.micro_batch_tokens.{name}: {most}: {place} has samples of {longest} tokens; "
+        f"workers.micro_batch_tokens.{name}: {most}: {place} has samples of "
+        f"{pluralize(longest, 'token')}; "
         "expected at least that"
         for name, most in recipe.workers.micro_batch_tokens.items()
         if most < longest
@@ -288,7 +290,7 @@ def _length_problems(part: PhaseKeys, held_out: Manifest, called: str) -> list[s
     most, longest = part.micro_batch_tokens, longest_sample(held_out)
     if most == "auto" or longest <= most:
         return []
-    return [f"micro_batch_tokens: {most}: {called} has samples of {longest} tokens"]
+    return [f"micro_batch_tokens: {most}: {called} has samples of {pluralize(longest, 'token')}"]
 
 
 _ALIKE = {
@@ -345,7 +347,8 @@ def _small_source_problems(part: PhaseKeys, manifests: Sequence[Manifest]) -> It
         if taken > manifest.samples:
             yield (
                 f"data.sources.{number}.weight: {source.weight:g}: a batch of {part.batch_size} "
-                f"takes {taken:,} samples of {source.name}, which has {manifest.samples:,}; "
+                f"takes {pluralize(taken, 'sample')} of {source.name}, which has "
+                f"{manifest.samples:,}; "
                 "expected a smaller weight, or a smaller batch_size"
             )
 
@@ -384,7 +387,7 @@ def _limit_lines(recipe: Recipe, number: int, phase: Phase, taken: dict[str, int
         # Rounded up to two decimals, so that the suggested value is sufficient.
         least = math.ceil(count / found.manifest.samples * 100) / 100
         yield (
-            f"data.sources.{at}.max_epochs: {source.max_epochs:g}: {count:,} samples of "
+            f"data.sources.{at}.max_epochs: {source.max_epochs:g}: {pluralize(count, 'sample')} of "
             f"{source.name} are taken by the end of the phase, of {found.manifest.samples:,}: "
             f"expected at least {least:.2f}, fewer steps, a smaller weight, or "
             "data.when_exhausted redistribute"
@@ -402,7 +405,8 @@ def _exhaustion_problem(recipe: Recipe, phases: Sequence[Phase]) -> str:
     }
     left = ", ".join(f"{limit:,} of {name}" for name, limit in limits.items())
     return (
-        f"data.when_exhausted: redistribute: {recipe.steps_in_all:,} steps take {samples:,} "
+        f"data.when_exhausted: redistribute: {pluralize(recipe.steps_in_all, 'step')} take "
+        f"{samples:,} "
         f"samples in all, and max_epochs leaves {left}: expected fewer steps, or a source without "
         "limit"
     )

@@ -23,7 +23,7 @@ from elastrata_workloads.unpadded.shapes import Kernel, interrupts_graphs, kerne
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
+from elastrata_pipelines.errors import pluralize
 
 Layers = Annotated[int, Field(gt=0, le=10_000)]
 """Number of blocks."""
@@ -138,7 +138,7 @@ class UnpaddedTransformer(PlannableWorkload, TensorParallel, PipelineParallel, H
             return []
         return [
             f"workload.max_positions: {self.longest}, but this data set has samples "
-            f"of up to {manifest.seq_len} tokens"
+            f"of up to {pluralize(manifest.seq_len, 'token')}"
         ]
 
     @override
