@@ -28,7 +28,7 @@ from support.stops import (
 
 MOST_LINES = 3
 SAMPLE = [
-    ("status", "SIGTERM at work"),
+    ("status", "SIGTERM at start"),
     *(("status", condition) for condition in ("SIGINT at work", "reader gone", "foreign locale")),
     ("schema", "read-only place"),
 ]

@@ -44,6 +44,8 @@ class Line:
     """Succeeds without anything outside the folder; empty: there is no such line."""
     server: str = ""
     """Asks a server; empty: the command never does."""
+    signalled: str = ""
+    """The line for signals. Default: `local`, else `server`."""
     start: str = "import:pydantic"
     """The moment when the command has read its arguments."""
     work: str = "socket.connect:"
@@ -74,7 +76,7 @@ LINES = {
     ),
     "plan": Line(
         local="plan gpt/tiny --cluster 8xT4 --write out/planned.yaml",
-        work="import:elastrata.planner.search",
+        work="import:elastrata.planner.plan",
     ),
     "rehearse": Line(local="rehearse bert/tiny --cluster 2xT4 --no-graphs", work="line:on 2xT4"),
     "simulate": Line(
@@ -130,7 +132,10 @@ LINES = {
         work="line:.",
         uses_ray=True,
     ),
-    "guard": Line(server="guard --now 1 --address {host}", start="import:ray"),
+    "guard": Line(
+        server="guard --now 1 --address {host}",
+        signalled="guard --cloud aws --metadata {server}",
+    ),
     "schema": Line(local="schema --out out/schema.json", work="import:elastrata.recipe.schema"),
     "bench": Line(
         local="bench step recipe.yaml --steps 3 --warm-up 0",
@@ -190,7 +195,13 @@ _OUTCOMES = {
     "foreign locale": _SUCCESS,
 }
 """By condition, of the commands that it concerns: those that ask a server, write, or are ended."""
-_SPECIAL: dict[tuple[str, str], Outcome] = {}
+_SPECIAL = {
+    **dict.fromkeys(
+        (("guard", condition) for condition in ASKING),
+        Outcome(1, "TIME this machine is to be stopped; not drained: REASON"),
+    ),
+    ("guard", "SIGTERM at work"): _SUCCESS,
+}
 """Of single cases."""
 
 
@@ -287,7 +298,8 @@ def run_under(condition: str, command: str, home: Path, scratch: Path) -> Ended:
     shutil.copytree(home, place)
     disk.mkdir()
     prefix, variables = _surroundings(condition, line, disk)
-    asks = condition in ASKING or not line.local
+    texts = (line.server, line.local) if condition in ASKING else (line.local, line.server)
+    text = (condition in SIGNALS and line.signalled) or next(filter(None, texts))
     send = None
     if condition in SIGNALS and "ELASTRATA_TEST_SIGNAL" not in variables:
         send = SIGNALS[condition][0], re.compile(line.work.removeprefix("line:"))
@@ -296,11 +308,9 @@ def run_under(condition: str, command: str, home: Path, scratch: Path) -> Ended:
         if condition != "no network":
             host = stack.enter_context(_dead_server())
             variables |= {"AWS_ENDPOINT_URL": f"http://{host}", "HF_ENDPOINT": f"http://{host}"}
-        words = (line.server if asks and line.server else line.local).format(
-            server=f"http://{host}", host=host
-        )
+        words = text.format(server=f"http://{host}", host=host).split()
         return _run(
-            [*prefix, _COMMAND, *words.split()],
+            [*prefix, _COMMAND, *words],
             place,
             variables,
             send,

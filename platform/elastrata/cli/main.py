@@ -8,8 +8,8 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -70,12 +70,23 @@ _COMMANDS = (
 class _Commands(typer.core.TyperGroup):
     """Group of commands that raises Abort for an interrupt."""
 
+    # Typer itself would return an exit code for an interrupt and print nothing.
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _as_abort():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _as_abort():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            # Typer itself would return an exit code for an interrupt and print nothing.
-            raise typer.Abort from None
+
+
+@contextmanager
+def _as_abort() -> Iterator[None]:
+    """Raise Abort in the place of KeyboardInterrupt."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Abort from None
 
 
 app = typer.Typer(
