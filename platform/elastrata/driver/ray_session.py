@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from elastrata.cluster.processes import children, title
 from elastrata.driver.interrupt import shield_from_signals
+from elastrata.driver.shadowing import check_search_path
 from elastrata_pipelines.errors import UserError
 
 NICENESS = "RAY_worker_niceness"
@@ -57,7 +58,8 @@ def ray_session(
         log_to_driver: True to show the output of workers.
 
     Raises:
-        UserError: no cluster answers at the address.
+        UserError: no cluster answers at the address, or a file of the current folder hides a
+            module from the workers.
     """
     _quiet_settings()
     import ray
@@ -65,6 +67,7 @@ def ray_session(
     if ray.is_initialized():
         yield
         return
+    check_search_path()
     wanted = address or os.environ.get("RAY_ADDRESS") or "local"
     with _brief_messages():
         if wanted == "local":
