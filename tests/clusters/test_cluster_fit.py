@@ -61,7 +61,7 @@ def test_requests_beyond_what_the_file_can_ever_have(
     lines = capsys.readouterr().out.splitlines()
     assert "FAIL workers.min  10, and there is room for 9 at most" in lines
     assert "warn workers.max  20, and there is room for 9 at most" in lines
-    assert "1 to put right" in lines
+    assert "problems to fix: 1" in lines
     assert any("workers.max=9" in line for line in lines)
 
 
@@ -124,7 +124,7 @@ def test_mistakes_in_a_cluster_file_take_a_line_each(
 
 def test_a_recipe_without_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "bert/base"]) == 2
-    assert capsys.readouterr().err.startswith("bert/base: expected --cluster FILE with it")
+    assert capsys.readouterr().err.startswith("bert/base: requires --cluster FILE")
 
 
 @given(

@@ -133,7 +133,7 @@ def test_input_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["guard"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first == "--cloud: asw: expected one of aws, gcp, azure (did you mean 'aws'?)"
-    assert second == "expected --cloud, --on-sigterm or --now: what to wait for"
+    assert second == "expected --cloud, --on-sigterm or --now"
 
 
 @pytest.fixture(scope="module")
@@ -182,5 +182,5 @@ def test_a_pod_that_is_to_end_waits_until_its_node_has(cluster: Cluster, tmp_pat
     guard.send_signal(signal.SIGTERM)
     assert guard.wait(timeout=90) == 0, log.read_text(encoding="utf-8")
     assert f"drained {going.node_id}" in log.read_text(encoding="utf-8")
-    assert log.read_text(encoding="utf-8").splitlines()[-1].endswith("the node has gone")
+    assert log.read_text(encoding="utf-8").splitlines()[-1].endswith("the node has left")
     assert find_nodes(cluster.address, going.node_id) == []

@@ -101,8 +101,8 @@ def test_a_run_is_proven(trained: Path, capsys: pytest.CaptureFixture[str]) -> N
     }
     assert run(["audit", str(trained), "--steps"]) == 0
     shown = capsys.readouterr().out
-    assert f"{STEPS} steps, each once; 1,260 samples without a gap" in shown
-    assert "3.15 times through: every sample once in each epoch" in shown
+    assert f"{STEPS} steps, each recorded once; 1,260 samples without a gap" in shown
+    assert "3.15 epochs: every sample once per epoch" in shown
     assert _step(read_entries(Storage(str(trained / "history"))), 17)["digest"] in shown
 
 

@@ -34,7 +34,7 @@ def test_problems_come_with_advice_and_exit_code_1() -> None:
     assert "FAIL storage" in done.stdout
     assert "FAIL tracking" in done.stdout
     assert "-> start it (mlflow server --port 5000), or check the address" in done.stdout
-    assert "2 to put right" in done.stdout
+    assert "problems to fix: 2" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -37,5 +37,5 @@ def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixtur
     written = tmp_path / "mine.yaml"
     written.write_text("mine\n", encoding="utf-8")
     assert run(["plan", "gpt/125m", "--write", str(written)]) == 2
-    assert "expected a new one" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert written.read_text(encoding="utf-8") == "mine\n"

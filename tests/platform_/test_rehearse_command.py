@@ -28,7 +28,7 @@ def test_a_rehearsal_tells_what_the_page_says(capsys: pytest.CaptureFixture[str]
 
 MISTAKES = [
     (["parallel.tensor=5"], "8xH100", "parallel.tensor: 5"),
-    ([], "8xCPU", "--cluster: 8xCPU: a rehearsal is of GPUs"),
+    ([], "8xCPU", "--cluster: 8xCPU: expected GPUs, which a rehearsal simulates"),
 ]
 
 

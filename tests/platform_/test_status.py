@@ -120,9 +120,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "18.0 s of 40.0 s (45.0%)" in shown
     assert "2023-11-14 22:13:32 UTC  attempt 1, rank 1: rank 1 was killed [SIGKILL]" in shown
     assert (
-        "2023-11-14 22:13:30 UTC  fault: 10.0 s without a step, at least 2 steps done again "
+        "2023-11-14 22:13:30 UTC  fault: 10.0 s without a step, at least 2 steps repeated "
         "(2.0 s recorded; the last moments before the loss are not recorded), "
-        "on with 1 worker from hot state (attempt 2)"
+        "resumed with 1 worker from hot state (attempt 2)"
     ) in shown
     assert run(["status", str(tmp_path / "one"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

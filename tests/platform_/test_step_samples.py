@@ -112,8 +112,8 @@ def test_every_sample_is_found_in_the_text(folder: Path) -> None:
 def test_what_is_asked_wrongly_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(folder / "runs" / "run")
     for arguments, line in (
-        (["--samples"], "--samples: expected with --step K"),
-        (["--step", "2"], "--step: expected with --samples"),
+        (["--samples"], "--samples: requires --step K"),
+        (["--step", "2"], "--step: requires --samples"),
         (["--step", "99", "--samples"], "--step: 99: not on record in"),
         (["--step", "2", "--samples", "--text", "missing"], "missing"),
     ):

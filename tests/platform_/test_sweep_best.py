@@ -124,10 +124,10 @@ def test_the_command_trains_them(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "expected a sweep's file, or --best NAME of one that was run"),
-        (["lr.yaml", "--train"], "--train: expected --best NAME: the sweep whose best values to"),
+        ([], "expected a sweep's file, or --best NAME of an earlier sweep"),
+        (["lr.yaml", "--train"], "--train: requires --best NAME, the sweep whose best values"),
         (["--best", "none"], "none: no sweep there"),
-        (["--best", "lr", "steps=3"], "--best: expected --train beside --name and changes"),
+        (["--best", "lr", "steps=3"], "--best: --name and overrides require --train"),
         (["--best", "lr", "--train", "steps"], "command line: steps: expected key=value"),
         (["--best", "lr", "--train", "stepz=3"], "command line: stepz: 3: unknown key"),
     ],

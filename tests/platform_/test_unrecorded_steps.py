@@ -101,7 +101,7 @@ def test_what_a_killed_driver_had_heard_of_is_done_again(
     assert (recovery["at_least"], recovery["seconds_rolled_back"]) == (True, 1.0)
     assert recovery["seconds_unrecorded"] == history.PART_SECONDS
     shown = "".join(captured.err.split())
-    again = f"at least {DONE} steps done again (1.0 s recorded; up to 15.0 s before the loss"
+    again = f"at least {DONE} steps repeated (1.0 s recorded; up to 15.0 s before the loss"
     assert "".join(again.split()) in shown
 
     run(["audit", killed.url, "--json"])

@@ -91,7 +91,7 @@ def _json_result(audits: list[Audit], comparison: Comparison | None) -> dict[str
 def _show_audit(console: Console, audited: Audit, *, with_steps: bool) -> None:
     console.print(f"run  {audited.run}", markup=False)
     if audited.parent:
-        console.print(f"began with  {audited.parent}", markup=False)
+        console.print(f"parent  {audited.parent}", markup=False)
     _show_attempts(console, audited.attempts)
     if with_steps:
         _show_steps(console, audited)
@@ -114,16 +114,16 @@ def _show_audit(console: Console, audited: Audit, *, with_steps: bool) -> None:
 def _proof_lines(audited: Audit) -> list[str]:
     last, inherited = audited.steps[-1], audited.inherited
     lines = [
-        f"{pluralize(last['step'], 'step')}, each once; {pluralize(last['samples'], 'sample')} "
-        "without a gap"
+        f"{pluralize(last['step'], 'step')}, each recorded once; "
+        f"{pluralize(last['samples'], 'sample')} without a gap"
     ]
     if inherited.state == "checked":
-        lines.append("the parent's history is the one that the fork goes on after")
+        lines.append("the parent's history matches the one that the fork continues")
     if audited.data.state == "checked":
         times = " and ".join(f"{epochs:,.2f}" for epochs in audited.epochs)
         lines.append(
-            f"every digest is that of the data set{'s' * (len(audited.epochs) > 1)}, {times} times "
-            "through: every sample once in each epoch"
+            f"every digest matches the data set{'s' * (len(audited.epochs) > 1)}, {times} epochs: "
+            "every sample once per epoch"
         )
     return lines
 
@@ -206,9 +206,9 @@ def list_samples(
     if not is_asked or step is None:
         option = "--samples" if is_asked else "--step" if step is not None else "--text"
         missing_option = "--step K" if is_asked else "--samples"
-        raise UserError(f"{option}: expected with {missing_option}")
+        raise UserError(f"{option}: requires {missing_option}")
     if other is not None:
-        raise UserError(f"{other}: unexpected: --samples is about one run")
+        raise UserError(f"{other}: unexpected: --samples takes a single run")
     samples = step_samples(find_run_folder(run), step, _paths_by_source(text))
     console = open_console(as_json=json)
     for line in _sample_lines(samples):

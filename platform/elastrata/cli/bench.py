@@ -60,9 +60,8 @@ def step(
     samples = bench_samples(loaded, lengths, steps=warm_up + steps)
     console.print(
         f"{recipe}: {pluralize(loaded.batch_size, 'sample')} a step, lengths: {samples.lengths}, "
-        "of at most "
-        f"{pluralize(samples.seq_len, 'token')}; {_settings_line(loaded)}; "
-        f"{pluralize(steps, 'step')} after {warm_up}\n",
+        f"of at most {pluralize(samples.seq_len, 'token')}; {_settings_line(loaded)}; "
+        f"{pluralize(steps, 'step')} after {warm_up} for warm-up\n",
         markup=False,
     )
     figures = measure_steps(loaded, samples, warm_up=warm_up)
@@ -126,7 +125,7 @@ def show_step(console: Console, figures: StepFigures) -> None:
         console.print(f"\nMFU          of {peak}: {figures.mfu_convention}", markup=False)
     else:
         console.print(
-            f"\nMFU          none: the peak of {figures.device} is not known", markup=False
+            f"\nMFU          unavailable: the peak of {figures.device} is unknown", markup=False
         )
     console.print(f"padding      {figures.padding:.1%} of the positions")
     console.print(f"FLOPs        {figures.flops_per_token:.4g} per real token")
@@ -134,7 +133,7 @@ def show_step(console: Console, figures: StepFigures) -> None:
     console.print(f"warm-up      {figures.seconds_warming_up:.1f} s")
     console.print(f"loss         {figures.loss:.4f} at the last step")
     for line in figures.substitutions:
-        console.print(f"lacking      {line}", style="yellow", markup=False)
+        console.print(f"warning      {line}", style="yellow", markup=False)
 
 
 def _format_quartiles(quartiles: Quartiles, form: str) -> tuple[str, str, str]:

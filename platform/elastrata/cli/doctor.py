@@ -48,7 +48,7 @@ def doctor(
     from elastrata.driver.doctor import examine
 
     if recipe is not None and cluster is None:
-        raise UserError(f"{recipe}: expected --cluster FILE with it, to look whether it fits there")
+        raise UserError(f"{recipe}: requires --cluster FILE, the cluster to check it against")
     console = open_console(as_json=json)
     findings = []
     for finding in (
@@ -60,7 +60,7 @@ def doctor(
         _show_finding(console, finding)
         findings.append(finding)
     problems = sum(finding.status == "problem" for finding in findings)
-    console.print("all is well" if not problems else f"{problems} to put right")
+    console.print("no problems" if not problems else f"problems to fix: {problems}")
     if json:
         checks = [asdict(finding) for finding in findings]
         print_json_line({"ok": not problems, "checks": checks})

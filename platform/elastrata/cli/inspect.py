@@ -193,7 +193,7 @@ def _read_subject(
     # A mixture has no single data set: its sources are mixed while they are read.
     if part.data.sources:
         places = ", ".join(part.data.places.values())
-        raise UserError(f"{data}: data.sources: mixed as they are read; inspect one of {places}")
+        raise UserError(f"{data}: data.sources: a mixture is inspected source by source: {places}")
     # `auto` is decided on the training machine, so inspection falls back on 8192.
     most_tokens = None if part.micro_batch_tokens == "auto" else part.micro_batch_tokens
     return _Subject(
@@ -263,7 +263,7 @@ def _verify(console: Console, storage: Storage) -> None:
         problems = verify(storage)
     if problems:
         raise UserError(*problems)
-    console.print("every file is there and has its checksum\n", style="green")
+    console.print("all files are present and match their checksums\n", style="green")
 
 
 def _draw_plot(console: Console, inspections: Sequence[Inspection], plot: Path) -> None:
@@ -313,8 +313,8 @@ SCHEMES = {
     "deal": "dealt by work",
     "random": "random",
     "stratified": "stratified",
-    "exchanged_in_nodes": "sorted in a node",
-    "sorted_round_robin": "sorted, in turn",
+    "exchanged_in_nodes": "sorted within a node",
+    "sorted_round_robin": "sorted, round-robin",
     "sorted_to_and_fro": "sorted, to and fro",
     "first_fit": "first-fit packing",
 }
@@ -377,7 +377,11 @@ def show_sources(console: Console, accounts: Sequence[SourceAccount]) -> None:
 def show_excerpts(console: Console, excerpts: Sequence[Excerpt]) -> None:
     """Print samples as text, one line per document or half of a sentence pair."""
     for excerpt in excerpts:
-        kind = {None: "", True: ", the second part follows", False: ", the second part is random"}
+        kind = {
+            None: "",
+            True: ", the second part is the next one",
+            False: ", the second part is random",
+        }
         console.print(
             f"\nsample {excerpt.sample_id:016x}, {pluralize(excerpt.tokens, 'token')}", end=""
         )
@@ -422,7 +426,7 @@ def show_balance(console: Console, inspection: Inspection) -> None:
 
     table = Table(box=None, padding=(0, 1), header_style="bold")
     table.add_column("", no_wrap=True)
-    for heading in ("max/mean", "worst", "micro-batches", "padding if padded"):
+    for heading in ("max/mean", "worst", "micro-batches", "padding to longest"):
         table.add_column(heading, justify="right", no_wrap=True)
     for scheme in inspection.schemes:
         table.add_row(
@@ -446,7 +450,7 @@ def show_balance(console: Console, inspection: Inspection) -> None:
 
 def show_model(console: Console, name: str, recipe: Recipe, inspection: ModelInspection) -> None:
     """Print the parameter groups of a recipe's model."""
-    tokenizer = "" if inspection.prepared else ", as asked of `elastrata prepare`"
+    tokenizer = "" if inspection.prepared else ", as configured in data.prepare"
     console.print(f"recipe       {name}", markup=False)
     console.print(f"optimizer    {recipe.optimizer.name}, lr {recipe.optimizer.lr:g}", markup=False)
     for line in _automatic_lines(recipe):
@@ -462,12 +466,12 @@ def _automatic_lines(recipe: Recipe) -> list[str]:
     """Return a line per key whose value is decided on the training machine."""
     lines = []
     if any(part.micro_batch_tokens == "auto" for part in recipe.parts):
-        lines.append("micro_batch_tokens, counted here as if it were 8192 or one sample")
+        lines.append("micro_batch_tokens, assumed here to be 8192 or one sample")
     if recipe.activation_checkpointing == "auto":
         lines.append("activation_checkpointing")
     if recipe.parallel.gradient_sync == "auto":
         lines.append("parallel.gradient_sync")
-    return [f"{line}: `elastrata plan` tells what it would be on a cluster" for line in lines]
+    return [f"{line}: `elastrata plan` shows the value for a cluster" for line in lines]
 
 
 def _show_groups(console: Console, inspection: ModelInspection) -> None:

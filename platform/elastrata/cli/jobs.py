@@ -138,7 +138,7 @@ def guard(
         expected = f"expected one of {', '.join(CLOUDS)}"
         raise UserError(f"--cloud: {cloud}: {expected}{suggest_nearest(cloud, CLOUDS)}")
     if cloud is None and now is None and not on_sigterm:
-        raise UserError("expected --cloud, --on-sigterm or --now: what to wait for")
+        raise UserError("expected --cloud, --on-sigterm or --now")
     stop_event = Event()
     # The default action of SIGTERM would end this process before the drain.
     signal.signal(signal.SIGTERM, lambda number, frame: stop_event.set())
@@ -147,7 +147,7 @@ def guard(
         notice = Notice("this machine is to be stopped", time.time() + now)
     elif cloud is not None:
         ask, url = CLOUDS[cloud]
-        _log(f"waiting for notices of {cloud}")
+        _log(f"waiting for a notice from {cloud}")
         notice = wait_for_notice(
             ask((metadata or url).rstrip("/")), stop_event, seconds_between=every, say=_log
         )
@@ -167,7 +167,7 @@ def guard(
         raise typer.Exit(1)
     if is_waiting:  # the machine is stopped once this process exits
         is_gone = wait_until_gone(nodes, notice.time)
-        _log("the node has gone" if is_gone else "the time is over, and the node is still there")
+        _log("the node has left" if is_gone else "the time is up, but the node has not left")
 
 
 def _log(line: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 
 if TYPE_CHECKING:
     from elastrata.recipe.recipe import PhaseKeys, Recipe
@@ -88,5 +88,8 @@ def select_phase(recipe: Recipe, phase: int) -> PhaseKeys:
         UserError: the recipe has no such phase.
     """
     if phase >= len(recipe.parts):
-        raise UserError(f"--phase: {phase}: the recipe has {len(recipe.parts)}, counted from 0")
+        raise UserError(
+            f"--phase: {phase}: the recipe has {pluralize(len(recipe.parts), 'phase')}, "
+            "counted from 0"
+        )
     return recipe.parts[phase]

@@ -70,7 +70,7 @@ def plan(
     if price is not None:
         target = replace(target, price=price)
     if write is not None and write.exists():
-        raise UserError(f"--write: {write}: there is such a file; expected a new one")
+        raise UserError(f"--write: {write}: already exists; expected a new file")
     cluster_plan = make_plan(loaded, select_phase(loaded, phase), target)
     # Each is the best of the layouts that divide the model among devices alike.
     families = cluster_plan.result.families[:best]
@@ -88,7 +88,9 @@ def plan(
     chosen = _find_runnable(loaded, cluster_plan)
     # The fastest layout in the table may need features that this version does not train.
     if chosen is not None and chosen is not families[0]:
-        console.print(f"\nthe fastest that this version trains: {chosen.layout}", markup=False)
+        console.print(
+            f"\nfastest layout that this version can train: {chosen.layout}", markup=False
+        )
     automatic = _plan_automatic(loaded, select_phase(loaded, phase), cluster_plan)
     if automatic is not None:
         show_automatic(console, cluster_plan, automatic)
@@ -198,7 +200,9 @@ def _layout_keys(
 
 
 def _format_header(chosen: Forecast, devices: str) -> str:
-    return f"# {chosen.layout}, planned for {devices}: {chosen.time.total:.4g} s a step expected\n"
+    return (
+        f"# {chosen.layout}, planned for {devices}: expected {chosen.time.total:.4g} s per step\n"
+    )
 
 
 def _write_recipe(
@@ -209,7 +213,7 @@ def _write_recipe(
     from elastrata_pipelines.storage import write_atomically
 
     if keys is None:
-        raise UserError("--write: this version trains this recipe under none of the layouts")
+        raise UserError("--write: this version cannot train this recipe with any of the layouts")
     values: dict[str, Any] = {}
     for override in overrides:
         dotted, _, raw = override.partition("=")
@@ -250,22 +254,22 @@ def _draw_plot(cluster_plan: Plan, plot: Path) -> None:
 _GIB = 2**30
 _TERMS = {
     "parameters": "parameters and optimizer states of this device",
-    "gathered": "whole parameters of the blocks that are computed",
-    "gradients": "gradients: added up, reduced, and on their way",
-    "activations": "kept by the blocks for the backward pass",
-    "working": "the block that is computed again; logits and loss",
+    "gathered": "whole parameters of the blocks being computed",
+    "gradients": "gradients: accumulated, reduced and in transit",
+    "activations": "activations that blocks keep for the backward pass",
+    "working": "the block being recomputed; logits and loss",
     "reserved": "driver, kernels, communication library",
-    "fragmentation": "an allowance for the allocator",
-    "building": "before the first step, while the model is made; not added to the others",
+    "fragmentation": "allowance for the allocator",
+    "building": "peak while the model is built, before the first step; not in the sum",
     "matrices": "forward and backward, over all micro-batches",
-    "recomputation": "activations computed again",
-    "head": "logits and loss, as far as they make the last stage the slowest",
-    "tensor_messages": "sums of hidden states in every block",
-    "pipeline_messages": "hidden states from stage to stage",
-    "bubble": "stages with nothing to do",
-    "data_messages": "parameters and gradients that no computation hides",
+    "recomputation": "recomputation of activations",
+    "head": "logits and loss, if they make the last stage the slowest",
+    "tensor_messages": "reductions of hidden states in every block",
+    "pipeline_messages": "hidden states between stages",
+    "bubble": "idle stages",
+    "data_messages": "messages with parameters and gradients, unless hidden by computation",
     "update": "the optimizer",
-    "loading": "data that no computation hides",
+    "loading": "data loading, unless hidden by computation",
 }
 
 
@@ -325,7 +329,7 @@ def show_terms(console: Console, plan: Plan, forecast: Forecast) -> None:
         f"\n{device.name}: {device.peak_flops / 1e12:.4g} TFLOP/s {device.peak.dtype}, "
         f"{device.memory_bandwidth / 1e9:,.0f} GB/s of memory, {device.link / 1e9:g} GB/s over "
         f"{device.link_name}, {device.network / 1e9:g} GB/s to other nodes ({device.source})\n"
-        f"reached: {efficiency.matmul:.0%} by matrix products that fill it, "
+        f"reached: {efficiency.matmul:.0%} by large matrix products, "
         f"{efficiency.memory:.0%} of the memory, {efficiency.attention:.0%} by flash attention, "
         f"{efficiency.link:.0%} of the link, {efficiency.network:.0%} of the network",
         markup=False,
@@ -334,15 +338,15 @@ def show_terms(console: Console, plan: Plan, forecast: Forecast) -> None:
 
 def show_automatic(console: Console, plan: Plan, planned: AutomaticPlan) -> None:
     """Print the keys that the recipe leaves open, as a group on all devices would choose them."""
-    fits = "" if planned.fits else ", which is too much"
+    fits = "" if planned.fits else ", which does not fit"
     is_open = planned.gradient_sync != "step"
     synced = f", parallel.gradient_sync {planned.gradient_sync}" if is_open else ""
     console.print(
-        f"\nauto, where the recipe's own layout has all devices ({planned.layout}): "
+        f"\nauto, with the recipe's layout on all devices ({planned.layout}): "
         f"micro_batch_tokens {planned.micro_batch_tokens:,}, activation_checkpointing "
         f"{planned.activation_checkpointing}{synced}: {planned.memory_bytes / _GIB:.1f} GiB of "
-        f"{plan.cluster.device.memory_bytes / _GIB:.1f}{fits}; the run begins with what needs "
-        "least and goes by what its first steps measure",
+        f"{plan.cluster.device.memory_bytes / _GIB:.1f}{fits}; the run starts with the values "
+        "that need least memory and adjusts them to measurements in its first steps",
         markup=False,
     )
 
@@ -351,12 +355,10 @@ def show_rehearsals(
     console: Console, best: Sequence[Forecast], rehearsals: Sequence[Mapping[str, Any] | None]
 ) -> None:
     """Print one line per rehearsed layout."""
-    console.print("\nrehearsed, on GPUs that are not there")
+    console.print("\nrehearsed on simulated GPUs")
     for forecast, figures in zip(best, rehearsals, strict=True):
         words = (
-            "this version cannot train under it"
-            if figures is None
-            else _describe_rehearsal(figures)
+            "this version cannot train with it" if figures is None else _describe_rehearsal(figures)
         )
         console.print(f"  {forecast.layout}: {words}", markup=False)
 
@@ -367,8 +369,8 @@ def _describe_rehearsal(figures: Mapping[str, Any]) -> str:
     sent = sum(message["bytes"] for message in fullest["messages"])
     count = sum(message["count"] for message in fullest["messages"])
     return (
-        f"runs; {peak / _GIB:.2f} GiB at the peak ({plan / peak - 1:+.1%} by the plan), "
-        f"{count:,} messages of {sent / 1e9:.3g} GB a step, "
+        f"runs; {peak / _GIB:.2f} GiB at the peak (plan: {plan / peak - 1:+.1%}), "
+        f"{count:,} messages of {sent / 1e9:.3g} GB per step, "
         f"{sum(wait['count'] for wait in fullest['waits']):,} waits for the device"
     )
 

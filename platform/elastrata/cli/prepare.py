@@ -83,8 +83,8 @@ def prepare(
         plans = _from_options(_build_source([*text, *(arguments or [])], text_field), out, given)
     elif text_field is not None:
         raise UserError(
-            f"--text-field: {text_field}: unexpected without --text: text_field of each of the "
-            "recipe's data.prepare.sources says it"
+            f"--text-field: {text_field}: requires --text; recipes have text_field in "
+            "data.prepare.sources"
         )
     else:
         plans = _from_recipe(arguments or [], out, given)
@@ -142,7 +142,7 @@ def _report_kept_tokenizer(console: Console, target: str) -> Iterator[None]:
     except KeyboardInterrupt:
         if Storage(target).exists(KEPT_TOKENIZER):
             console.print(
-                f"the trained tokenizer is kept in {target}: the same command goes on from there",
+                f"the trained tokenizer is in {target}; the same command will reuse it",
                 markup=False,
             )
         raise

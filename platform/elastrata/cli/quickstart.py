@@ -69,7 +69,7 @@ def quickstart(
     corpus = collect_corpus(out / "corpus")
     console.print(
         f"1/5  corpus: {pluralize(corpus.files, 'file')}, {corpus.bytes / 1e6:.1f} MB of Python's "
-        "own library"
+        "standard library"
     )
     recipe = quickstart_recipe(out, corpus, tuple(overrides or ()), model)
     # One session for preparation and training, as starting Ray takes seconds.
@@ -92,7 +92,7 @@ def quickstart(
 def _show_filled_masks(console: Console, model: Path) -> dict[str, Any]:
     from elastrata.driver.quickstart import fill_masks
 
-    console.print("5/5  fill: what it would put in the place of masked words")
+    console.print("5/5  fill: its predictions for masked words")
     guesses = fill_masks(model)
     for guess in guesses:
         console.print(f"     {guess.line:<32} {', '.join(guess.words)}", markup=False)
@@ -102,7 +102,7 @@ def _show_filled_masks(console: Console, model: Path) -> dict[str, Any]:
 def _show_continuations(console: Console, model: Path) -> dict[str, Any]:
     from elastrata.driver.quickstart import continue_lines
 
-    console.print("5/5  write: what it would put after the beginning of a line")
+    console.print("5/5  write: its continuations of the start of a line")
     continuations = continue_lines(model)
     for continuation in continuations:
         console.print(

@@ -112,7 +112,7 @@ def _show_rank(console: Console, rank: Figures, memory_bytes: float) -> None:
         )
     _print_table(
         console,
-        "process groups that were made",
+        "process groups",
         ("backend", "ranks", "count"),
         [(group["backend"], group["ranks"], group["count"]) for group in rank["groups"]],
     )
@@ -137,8 +137,7 @@ def _show_memory(console: Console, rank: Figures, memory_bytes: float) -> None:
 def _show_graphs(console: Console, graphs: Figures) -> None:
     console.print(
         f"\ntorch.compile over {pluralize(graphs['steps'], 'step')} of varying lengths: "
-        f"{graphs['graphs']} "
-        f"graphs, {pluralize(graphs['breaks'], 'break')}, "
+        f"{graphs['graphs']} graphs, {pluralize(graphs['breaks'], 'break')}, "
         f"{pluralize(graphs['recompilations'], 'recompilation')} after the "
         f"first step; {pluralize(graphs['next_group'], 'graph')} more in the next group of the "
         "same processes",

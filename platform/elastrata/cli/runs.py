@@ -142,7 +142,7 @@ def _show_state(console: Console, run_status: Status) -> None:
 def _format_time_shares(goodput: Goodput) -> str:
     """Return the shares of a run's time, the largest first, without those below a thousandth."""
     seconds, total = goodput.to_metrics(prefix=""), goodput.total
-    names = {"steps": "steps that count", "done_again": "steps done again"}
+    names = {"steps": "productive steps", "done_again": "repeated steps"}
     shares = sorted(((s, name) for name, s in seconds.items() if s > total / 1000), reverse=True)
     parts = (f"{s / total:.1%} {names.get(name, name.replace('_', ' '))}" for s, name in shares)
     return ", ".join(parts) or "none yet"
@@ -161,7 +161,7 @@ def _format_evaluation(newest: Evaluation) -> str:
 
 
 def _format_balance(times: TimeBalance) -> str:
-    return f"rank {times.slowest_rank} takes longest, {times.imbalance:.3f} of the mean"
+    return f"rank {times.slowest_rank} is the slowest, at {times.imbalance:.3f} times the mean"
 
 
 def _show_faults(console: Console, run_status: Status) -> None:
@@ -186,7 +186,7 @@ def _show_recoveries(console: Console, run_status: Status) -> None:
         parts = [
             f"{recovery.cause}: {_format_duration(recovery.seconds)} without a step",
             *([repeated] if repeated else []),
-            f"on with {workers} from {recovery.state} state (attempt {recovery.attempt})",
+            f"resumed with {workers} from {recovery.state} state (attempt {recovery.attempt})",
         ]
         console.print(f"  {utc(recovery.time)}  {', '.join(parts)}", markup=False)
 
@@ -195,7 +195,7 @@ def _format_repeated(recovery: Recovery) -> str:
     """Return how many steps are repeated and how many may be unrecorded; empty without any."""
     count, seconds = recovery.steps_rolled_back, f"{recovery.seconds_rolled_back:.1f} s"
     if not recovery.at_least:
-        return f"{pluralize(count, 'step')} done again ({seconds})" if count else ""
+        return f"{pluralize(count, 'step')} repeated ({seconds})" if count else ""
     # The history of the last moments before a loss may have been lost with its worker.
     unrecorded = recovery.seconds_unrecorded
     unrecorded_text = (
@@ -203,7 +203,7 @@ def _format_repeated(recovery: Recovery) -> str:
         if unrecorded is None
         else f"up to {unrecorded:.1f} s before the loss are not recorded"
     )
-    return f"at least {pluralize(count, 'step')} done again ({seconds} recorded; {unrecorded_text})"
+    return f"at least {pluralize(count, 'step')} repeated ({seconds} recorded; {unrecorded_text})"
 
 
 def _format_duration(seconds: float) -> str:

@@ -29,7 +29,7 @@ def schema(
 ) -> None:
     """Print the JSON Schema of recipes, sweeps or clusters, for an editor."""
     if keys and kind != "recipe":
-        raise UserError(f"--keys: unexpected with {kind}: the page has the keys of all kinds")
+        raise UserError(f"--keys: not allowed with {kind}: the page has the keys of all kinds")
     schema_of_kind = _load_schema(kind)
     text = _reference_page() if keys else json_text.dumps(schema_of_kind, indent=1) + "\n"
     if out is not None:
@@ -38,7 +38,7 @@ def schema(
         console.print(f"{'page' if keys else 'schema'}   {out.resolve()}", markup=False)
         if not keys:
             console.print(
-                f"next     begin a {kind} with this line, and the editor knows its keys:\n"
+                f"next     start a {kind} with this line for completion in editors:\n"
                 f"         # yaml-language-server: $schema={out}",
                 markup=False,
             )

@@ -120,7 +120,7 @@ def simulate(
     if interval_sweep is not None:
         show_sweep(console, interval_sweep)
     elif intervals:
-        console.print("\nno fault goes back to a durable checkpoint: any interval will do")
+        console.print("\nno fault needs a durable checkpoint, so any interval is equally good")
     if plot is not None:
         from elastrata.tracking.plots import workers_over_time
 
@@ -176,20 +176,20 @@ def show_simulation(console: Console, simulation: Simulation, steps: int) -> Non
     rows = {
         "steps": f"{outcome.steps:,} of {steps:,}, in {_format_duration(outcome.seconds)}",
         "undisturbed": _format_duration(simulation.undisturbed_seconds),
-        "goodput": f"{outcome.goodput:.2%} of the time in steps that count",
-        "  again": f"{_format_share(outcome.seconds_again, outcome.seconds)}: "
+        "goodput": f"{outcome.goodput:.2%} of the time in productive steps",
+        "  repeated": f"{_format_share(outcome.seconds_again, outcome.seconds)}: "
         + pluralize(outcome.lost_steps, "step"),
         "  recovering": _format_share(outcome.seconds_recovering, outcome.seconds),
         "  saving": _format_share(outcome.seconds_saving, outcome.seconds),
         "  waiting": f"{_format_share(outcome.seconds_waiting, outcome.seconds)}: too few workers",
         "faults": faults or "none",
         "resizes": f"{outcome.resizes:,}",
-        "workers": f"{outcome.worker_seconds / max(1e-9, outcome.seconds):,.1f} there on average",
+        "workers": f"{outcome.worker_seconds / max(1e-9, outcome.seconds):,.1f} on average",
     }
     if simulation.cost is not None and simulation.cost_on_demand:
         rows["cost"] = (
-            f"{simulation.cost:,.2f}; on demand and undisturbed {simulation.cost_on_demand:,.2f}: "
-            f"{simulation.cost / simulation.cost_on_demand:.1%} of it"
+            f"{simulation.cost:,.2f}, {simulation.cost / simulation.cost_on_demand:.1%} of "
+            f"{simulation.cost_on_demand:,.2f} on demand without faults"
         )
     for name, value in rows.items():
         console.print(f"{name:<13}{value}", markup=False)
@@ -198,7 +198,7 @@ def show_simulation(console: Console, simulation: Simulation, steps: int) -> Non
 def show_sweep(console: Console, sweep: IntervalSweep) -> None:
     """Print the goodput by interval, and the intervals of the formulas by Young and Daly."""
     console.print(
-        f"\nsteps between durable checkpoints, one fault that goes back to them every "
+        f"\nsteps between durable checkpoints, if a fault needs one every "
         f"{_format_duration(sweep.seconds_between_faults)}: best {sweep.best:,}, "
         f"Young {sweep.young:,}, Daly {sweep.daly:,}",
         markup=False,

@@ -45,9 +45,9 @@ def sweep(
     if best is not None:
         return _use_best(best, changes, name, train, address, json)
     if train:
-        raise UserError("--train: expected --best NAME: the sweep whose best values to train")
+        raise UserError("--train: requires --best NAME, the sweep whose best values to train")
     if sweep is None:
-        raise UserError("expected a sweep's file, or --best NAME of one that was run")
+        raise UserError("expected a sweep's file, or --best NAME of an earlier sweep")
     return _run_sweep(sweep, changes[1:], name, address, json)
 
 
@@ -83,7 +83,7 @@ def _use_best(
     result = find_sweep(place)
     if not train:
         if overrides or name is not None:
-            raise UserError("--best: expected --train beside --name and changes of the recipe")
+            raise UserError("--best: --name and overrides require --train")
         _show_result(result, json)
         return 0
     name_change = {"name": name} if name is not None else {}

@@ -93,11 +93,11 @@ def _load_resumed(run: str, arguments: list[str], name: str | None) -> Recipe:
     from elastrata.run.folder import read_resumed_recipe
 
     if name is not None:
-        raise UserError(f"--name: {name}: unexpected: --resume {run} goes on under its own name")
+        raise UserError(f"--name: {name}: unexpected: --resume {run} keeps the name of the run")
     # The first positional argument is read as a recipe's name, which a resumed run already has.
     if arguments and "=" not in arguments[0]:
         raise UserError(
-            f"{arguments[0]}: unexpected: --resume {run} goes on with the run's own recipe; "
-            "changes are KEY=VALUE"
+            f"{arguments[0]}: unexpected: --resume {run} keeps the recipe of the run; "
+            "overrides have the form KEY=VALUE"
         )
     return read_resumed_recipe(find_run_folder(run), arguments)

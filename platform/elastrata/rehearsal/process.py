@@ -78,7 +78,7 @@ def _compile(torch_folder: Path, library: Path) -> None:
         )
         if done.returncode:
             reason = next((line for line in done.stderr.splitlines() if "error" in line), "")
-            raise UserError(f"a rehearsal compiles a small library, which failed: {reason}")
+            raise UserError(f"cannot compile a small library for the rehearsal: {reason}")
         built.replace(library)
 
 
@@ -88,8 +88,8 @@ def _compiler() -> str:
     if compiler := next(filter(None, map(shutil.which, wanted)), None):
         return compiler
     raise UserError(
-        f"a rehearsal compiles a small library, and needs {' or '.join(wanted)}: expected a C++ "
-        "compiler on the path"
+        "no C++ compiler: a rehearsal compiles a small library and needs "
+        f"{' or '.join(wanted)} on PATH"
     )
 
 

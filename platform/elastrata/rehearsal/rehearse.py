@@ -20,7 +20,7 @@ from elastrata.rehearsal.ledger import GraphFigures, RankFigures
 from elastrata.rehearsal.process import Request
 from elastrata.rehearsal.rank import Task, rehearse_graphs, rehearse_rank
 from elastrata.workload.workload import PlannableWorkload, model_spec
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, pluralize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +80,14 @@ def read_task(request: Request) -> Task:
     """
     cluster = read_cluster(request.cluster)
     if cluster.device.name == "CPU":
-        raise UserError(f"--cluster: {request.cluster}: a rehearsal is of GPUs")
+        raise UserError(f"--cluster: {request.cluster}: expected GPUs, which a rehearsal simulates")
     # The recipe's own numbers of workers may not fit the rehearsed cluster.
     workers = [f"workers.min={cluster.devices}", f"workers.max={cluster.devices}"]
     recipe = resolve_steps(load_recipe(request.recipe, [*request.overrides, *workers]))
     if request.phase >= len(recipe.parts):
         raise UserError(
-            f"--phase: {request.phase}: the recipe has {len(recipe.parts)}, counted from 0"
+            f"--phase: {request.phase}: the recipe has {pluralize(len(recipe.parts), 'phase')}, "
+            "counted from 0"
         )
     spec = data_spec(recipe)
     part = assume_full_phase(recipe.parts[request.phase], spec.seq_len)
