@@ -2,7 +2,8 @@
 # make test:       the quick tests, at most 10 minutes on two idle cores
 # make e2e:        real runs on Ray's own processes: kills, nodes that come and go, jobs, sweeps
 # make test-all:   every test, hours; FILES="tests/faults/test_chaos.py ..." for some files alone
-# make check:      style, types, imports, and the quick tests: what every change must pass
+# make docs:       the documentation as a site, in ./site; warnings are errors
+# make check:      style, types, imports, the site, and the quick tests: what every change must pass
 # make house:      files and lines of each folder, the largest files, names that repeat
 # make fuzz:       the fuzzers, many rounds of each
 # make bench:      one benchmark anew: NAME=balance BENCH_OPTIONS="..."; see docs/reference/measurements.md
@@ -27,7 +28,7 @@ GPU_NEEDS ?= pydantic tenacity
 GPU_PYTHON ?= 3.12
 GPU_PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: quickstart install test e2e test-all lint check house chaos fuzz gpu gpu-wheels clean
+.PHONY: quickstart install test e2e test-all lint docs check house chaos fuzz gpu gpu-wheels clean
 
 quickstart: $(READY)
 	@$(BIN)/elastrata quickstart
@@ -89,14 +90,18 @@ lint: $(READY)
 	@echo "== imports (import-linter)"
 	@$(BIN)/lint-imports
 
+docs: $(READY)
+	@echo "== documentation (mkdocs)"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
 # Notes the commit that passed, unless files differ from it.
-check: lint test
+check: lint docs test
 	@if test -z "$$(git status --porcelain)"; then git rev-parse HEAD > .venv/.checked; \
 		else rm -f .venv/.checked; echo "== passed, but files differ from the commit"; fi
 
 clean:
-	@echo "== removing .venv, ./quickstart and the tools' caches"
-	@rm -rf .venv quickstart build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	@echo "== removing .venv, ./quickstart, ./site and the tools' caches"
+	@rm -rf .venv quickstart site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	@find platform pipelines workloads tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -26,12 +26,17 @@ from elastrata.recipe.yaml_reader import available_recipes
 from elastrata.sweeps.result import find_sweep
 from elastrata_pipelines.errors import format_command, pluralize
 from support.command_lines import NOT_RUN, READING, TO_A_BERT, TRAINING
-from support.documented import ROOT, documented_lines, documented_names
+from support.documented import ROOT, TUTORIAL, documented_lines, documented_names
 from support.texts import plain_text
 
 BIN = Path(sys.executable).parent
-ELSEWHERE = {line for line in documented_lines() if line.startswith(("python3 -c", "jupytext"))}
-"""Run by a shell, each by a test of its own below."""
+ELSEWHERE = {
+    line
+    for line in documented_lines()
+    if line.startswith(("python3 -c", "jupytext"))
+    or (line in documented_lines([TUTORIAL]) and line not in {**TO_A_BERT, **READING, **TRAINING})
+}
+"""Run by a shell: by a test below, or by tests/e2e/test_tutorial.py."""
 PHASES = """
 extends: bert/tiny
 data: {path: data/mine, prepare: {sources: [{paths: my/texts}]}}
@@ -251,7 +256,7 @@ def test_a_line_that_reads(line: str, home: Path) -> None:
 
 
 def test_a_checkpoint_is_checked_by_hand_as_the_page_says(home: Path) -> None:
-    (line,) = (line for line in ELSEWHERE if line.startswith("python3"))
+    (line,) = (line for line in ELSEWHERE if line.startswith("python3 -c"))
     newest = max((home / "runs" / "first" / "checkpoints").iterdir())
     variables = {"PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}", "LC_ALL": "C"}
     environment = {**os.environ, **variables}  # our Python; "OK" in English
@@ -268,21 +273,6 @@ def test_a_notebook_is_made_as_it_says(tmp_path: Path) -> None:
     shutil.copy(ROOT / "workloads" / "notebooks" / "sweep.py", tmp_path)
     subprocess.run([BIN / "jupytext", *line.split()[1:]], cwd=tmp_path, check=True)
     assert json.loads((tmp_path / "sweep.ipynb").read_text(encoding="utf-8"))["cells"]
-
-
-@pytest.mark.matrix  # a process of its own
-def test_an_export_is_fine_tuned_as_the_page_says(home: Path) -> None:
-    page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
-    (home / "fine_tune.py").write_text(
-        re.findall(r"```python\n(.*?)```", page.split("### export")[1], re.DOTALL)[0],
-        encoding="utf-8",
-    )
-    done = subprocess.run(
-        [sys.executable, "fine_tune.py"], cwd=home, capture_output=True, encoding="utf-8"
-    )
-    assert done.returncode == 0, done.stderr
-    tuned = json.loads((home / "models" / "fine-tuned" / "config.json").read_text(encoding="utf-8"))
-    assert tuned["architectures"] == ["BertForSequenceClassification"]
 
 
 @pytest.mark.matrix

@@ -29,7 +29,11 @@ from support.documented import documented_keys
 from support.synthetic import write_data_set
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    ROOT / "platform" / "elastrata" / "cluster" / "RAY_INTERNALS.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 COMMANDS = {
     *(command.callback.__name__ for command in app.registered_commands if command.callback),
     *(group.typer_instance.info.name for group in app.registered_groups if group.typer_instance),

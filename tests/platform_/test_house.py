@@ -183,7 +183,7 @@ def test_underscore_attributes_of_ray_stand_in_two_files() -> None:
 
 
 def test_the_private_members_of_ray_train_are_listed_and_documented() -> None:
-    page = (ROOT / "docs" / "explanation" / "ray-internals.md").read_text(encoding="utf-8")
+    page = (SOURCES["elastrata"] / "cluster" / "RAY_INTERNALS.md").read_text(encoding="utf-8")
     listed = {f"{c.__name__}.{name}" for c, names in PRIVATE_MEMBERS.items() for name in names}
     assert all(f"`{member}`" in page for member in listed)
     (tree,) = (tree for module, tree in _modules() if module == INTERNALS[1])

@@ -1,4 +1,4 @@
-"""Exports in the hands of others: served, and fine-tuned as docs/how-to/begin-and-fork.md shows."""
+"""Exports in the hands of others: served, and fine-tuned as docs/how-to/export.md shows."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_a_classifier_is_made_of_a_bert_as_the_docs_show(
     run = run_with_tokenizer(tmp_path, "wordpiece", workload=workload)
     monkeypatch.chdir(tmp_path)
     assert run_here(["export", str(run), "--out", "models/first"]) == 0
-    page = (ROOT / "docs" / "how-to" / "begin-and-fork.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page.split("### A classifier")[1], re.DOTALL)
+    page = (ROOT / "docs" / "how-to" / "export.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page.split("## A classifier")[1], re.DOTALL)
     names: dict[str, Any] = {}
     torch.manual_seed(0)
     exec(code, names)

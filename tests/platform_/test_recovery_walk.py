@@ -20,7 +20,7 @@ _FILE = re.compile(r"`([\w/]+\.(?:py|md))`")
 
 @pytest.mark.parametrize(
     "document",
-    [ENGINE / "cluster" / "RECOVERY.md", ROOT / "docs" / "explanation" / "code.md"],
+    [ENGINE / "cluster" / "RECOVERY.md", ROOT / "CONTRIBUTING.md"],
     ids=lambda p: p.name,
 )
 def test_every_file_of_a_walk_is_there(document: Path) -> None:
@@ -31,6 +31,6 @@ def test_every_file_of_a_walk_is_there(document: Path) -> None:
 
 
 def test_every_folder_of_the_engine_is_in_the_table_of_the_house() -> None:
-    told = (ROOT / "docs" / "explanation" / "code.md").read_text(encoding="utf-8")
+    told = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     folders = [path.parent.name for path in ENGINE.glob("*/__init__.py")]
     assert [name for name in folders if f"`{name}/`" not in told] == []

@@ -9,8 +9,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ROOT / "docs" / "reference" / "commands.md"
+TUTORIAL = ROOT / "docs" / "tutorial.md"
 GUIDES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "cluster_configs" / "README.md",
     *sorted((ROOT / "workloads" / "notebooks").glob("*.py")),
@@ -24,14 +26,15 @@ _NAME = re.compile(r"(elastrata|ray)( [a-z][a-z-]*){1,2}( --json)?")
 def documented_keys(command: str) -> list[str]:
     """The JSON keys that the document gives a command."""
     section = COMMANDS.read_text(encoding="utf-8").split(f"### {command}\n")[1].split("\n#")[0]
-    return re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
+    items = re.findall(r"^- ((?:`\w+`(?:, |,\n  )?)+)(?::|$)", section, flags=re.MULTILINE)
+    return [key for item in items for key in re.findall(r"`(\w+)`", item)]
 
 
-def documented_lines() -> list[str]:
+def documented_lines(guides: Iterable[Path] = tuple(GUIDES)) -> list[str]:
     """Every command line of the guides, without its comment: the lines of shell blocks, and those
     in sentences, which may have placeholders."""
     lines: list[str] = []
-    for path in GUIDES:
+    for path in guides:
         text = path.read_text(encoding="utf-8")
         for block in re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
             lines += _whole(block.splitlines())

@@ -1,7 +1,7 @@
 """Ray's internals: the parts of Ray, except Ray Train, that are used but not public.
 
 No other module imports `ray._private`, `ray._raylet` or Ray's protocol buffers. Each function says
-which public way is missing; `docs/explanation/ray-internals.md` says what breaks without it. Check
+which public way is missing; `cluster/RAY_INTERNALS.md` says what breaks without it. Check
 this file first when Ray's version changes. Ray Train's internals are in `ray_train_internals.py`,
 as their import takes a second.
 """

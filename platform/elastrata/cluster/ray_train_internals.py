@@ -1,7 +1,7 @@
 """Ray Train's internals: every part of Ray Train that is used but not public.
 
 No other module imports `ray.train.v2` or names an underscore member of Ray Train. The members in
-`PRIVATE_MEMBERS` are looked up before a run starts; `docs/explanation/ray-internals.md` says what
+`PRIVATE_MEMBERS` are looked up before a run starts; `cluster/RAY_INTERNALS.md` says what
 each is for and what breaks without it. Check this file first when Ray's version changes.
 """
 

@@ -1,4 +1,4 @@
-"""Ownership of a run: at most one driver works on it, by the protocol of `docs/how-to/faults.md`.
+"""Ownership of a run, by the protocol of `docs/explanation/recovery.md`.
 
 The owner rewrites `driver.json` in the run's folder every few seconds, with an increasing counter
 (a heartbeat). A second driver checks whether the owner's process exists if it can see it, and
