@@ -151,6 +151,41 @@ def test_a_vocabulary_that_grew_is_extended_where_that_is_asked_for(
     assert any("the rows of 7 new ids are drawn" in line for line in begun.lines)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_without_an_id_of_the_tokenizer_are_kept(
+    folder: Path, losses: dict[str, float], tmp_path: Path, kind: str
+) -> None:
+    import transformers
+
+    model = save_theirs(kind, tmp_path / "padded", num_ids=VOCABULARY + 7)
+    begun = _begun(folder, kind, begin_with=str(tmp_path / "padded"))
+    place = f"begin_with.weights: {tmp_path / 'padded'}"
+    assert begun.lines[-1] == f"{place}: 7 rows without an id of the tokenizer are kept"
+    # The softmax is over all rows, as in transformers.
+    theirs_loss = their_loss(model, _recipe(folder, kind))
+    assert begun.loss() == pytest.approx(theirs_loss, **CLOSE)
+    workload = begun.recipe.workload
+    vocabulary = find_training_data(begun.recipe).vocabulary
+    workload.export(begun.weights(), vocabulary, 48, None, tmp_path / "again")
+    theirs = load_file(tmp_path / "padded" / "model.safetensors")
+    ours = load_file(tmp_path / "again" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    loader = getattr(transformers, workload.exported_as.loader)
+    loaded = loader.from_pretrained(tmp_path / "again")
+    assert loaded.config.vocab_size == VOCABULARY + 7 == workload.num_ids(vocabulary)
+
+
+def test_a_vocab_size_below_the_tokenizers_ids_is_refused(
+    folder: Path, losses: dict[str, float]
+) -> None:
+    (line,) = _refused(folder, "gpt2", workload={**WORKLOADS["gpt2"], "vocab_size": 90})
+    assert line.endswith(
+        f"workload.vocab_size: 90: expected at least {VOCABULARY}, the ids of this data set's "
+        "tokenizer"
+    )
+
+
 def _altered(folder: Path, to: Path, kind: str, **changes: torch.Tensor | None) -> str:
     """A copy of a folder with some tensors replaced, or without them."""
     shutil.copytree(folder / kind, to)

@@ -20,6 +20,8 @@ from support.documented import ROOT
 from support.texts import plain_text
 
 SMALL = ["steps=30", "batch_size=8", "optimizer.lr=3e-3", "evaluation.samples=64"]
+SPARE_ROWS = 9
+"""Rows of the model without an id of its tokenizer, as published models have them."""
 ONE_WORKER = ["workers={max: 1, threads: 1, spares: false}", "tracking.uri=sqlite:///mlflow.db"]
 
 
@@ -53,7 +55,9 @@ def _train_with_transformers(texts: Path, folder: Path) -> None:
     torch.manual_seed(0)
     sizes = {"n_positions": 256, "n_embd": 48, "n_layer": 2, "n_head": 2}
     end = tokenizer.eos_token_id
-    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=end, eos_token_id=end, **sizes)
+    config = GPT2Config(
+        vocab_size=len(tokenizer) + SPARE_ROWS, bos_token_id=end, eos_token_id=end, **sizes
+    )
     model: Any = GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     ids = [
@@ -89,3 +93,7 @@ def test_a_gpt2_of_transformers_goes_on_with_new_text(
     assert run(["export", "continue", "--out", "models/mine"]) == 0
     config = json.loads((home / "models" / "mine" / "config.json").read_text(encoding="utf-8"))
     assert config["architectures"] == ["GPT2LMHeadModel"]
+    theirs = json.loads((home / "models" / "theirs" / "config.json").read_text(encoding="utf-8"))
+    assert config["vocab_size"] == theirs["vocab_size"] == 400 + SPARE_ROWS
+    # The same recipe, which does not have the number of rows, continues the run.
+    assert run(["train", "continue.yaml", *SMALL, *ONE_WORKER]) == 0

@@ -15,7 +15,7 @@ from elastrata.parallel.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.step.evaluate import OWN
 from elastrata.trainer.evaluation import HeldOutData
-from elastrata.trainer.initial_weights import find_parent
+from elastrata.trainer.initial_weights import find_parent, keep_rows
 from elastrata.trainer.preflight import find_training_data
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.storage import Storage
@@ -30,7 +30,8 @@ class Begun:
         data = find_training_data(recipe)
         self.lines: list[str] = []
         self.parent = find_parent(Storage(str(run)), recipe, data, self.lines.append)
-        parallel = recipe.parallel
+        recipe = keep_rows(recipe, data, self.parent.num_ids) if self.parent else recipe
+        self.recipe, parallel = recipe, recipe.parallel
         place = data_rank(rank, world_size, parallel.tensor, parallel.pipeline)
         self.trainer = Trainer(
             recipe,

@@ -46,7 +46,7 @@ from elastrata.step.events import Committed, Event, Launched, Warned
 from elastrata.step.records import StepRecord, Stopwatch
 from elastrata.step.target import TargetConfig
 from elastrata.tracking.tracker import Tracker, open_tracker
-from elastrata.trainer.initial_weights import find_parent
+from elastrata.trainer.initial_weights import find_parent, keep_rows
 from elastrata.trainer.preflight import (
     TrainingData,
     check_storage,
@@ -108,8 +108,12 @@ def train(
     stopwatch.end_phase("preflight")
     Thread(target=_import_ahead, daemon=True).start()
     identity_before = read_identity(run)
+    if identity_before and identity_before.parent:
+        # The run's recipe has this key, which the recipe of the first command may lack.
+        recipe = keep_rows(recipe, data, identity_before.parent.num_ids)
     origin = check_run(run, recipe, data.data_sets, go_on_from, warn=lambda line: _warn(show, line))
     parent = find_parent(run, recipe, data, lambda line: _warn(show, line))
+    recipe = keep_rows(recipe, data, parent.num_ids) if parent else recipe
     with _owned(run, interrupt, show, origin) as ownership:
         show = _note_steps(ownership, show)
         identity = read_identity(run)

@@ -297,7 +297,7 @@ def tensor_shapes(
 @cache
 def id_tables(workload: Workload, vocabulary: Vocabulary, seq_len: int) -> frozenset[str]:
     """Return the names of the tensors whose first dim grows with the vocabulary."""
-    larger = vocabulary.model_copy(update={"size": vocabulary.size + _MORE_IDS})
+    larger = vocabulary.model_copy(update={"size": workload.num_ids(vocabulary) + _MORE_IDS})
     before, after = (tensor_shapes(workload, v, seq_len) for v in (vocabulary, larger))
     return frozenset(name for name, shape in before.items() if after[name] != shape)
 
@@ -322,5 +322,5 @@ def partial_tables(
     return {
         name: num_ids
         for name in id_tables(workload, vocabulary, seq_len)
-        if num_ids < vocabulary.size or given[name] != shapes[name]
+        if num_ids < workload.num_ids(vocabulary) or given[name] != shapes[name]
     }

@@ -42,7 +42,7 @@ from elastrata.sweeps.trial_recipe import TrialJob
 from elastrata.tracking.tracker import SilentTracker
 from elastrata.trainer.checkpoint_manager import CheckpointManager
 from elastrata.trainer.evaluation import HeldOutData
-from elastrata.trainer.initial_weights import find_parent
+from elastrata.trainer.initial_weights import find_parent, keep_rows
 from elastrata.trainer.preflight import TrainingData, find_training_data
 from elastrata.trainer.reporter import Reporter
 from elastrata.trainer.resume import find_resume_point, start_after
@@ -208,6 +208,8 @@ class LoneTrial:
         _check_held_out(data)
         self._phases = data.phases
         parent = find_parent(run, recipe, data, _ignore_warning)
+        if parent:
+            recipe = self.recipe = keep_rows(recipe, data, parent.num_ids)
         self._trainer = Trainer(
             recipe,
             data.phases,

@@ -65,9 +65,24 @@ def find_parent(
             f"{_KEY}: {begin.weights}: not the weights any more that the run began with: SHA-256 "
             f"{found.sha256[:12]}..., expected {before.sha256[:12]}..."
         )
-    if new := data.vocabulary.size - found.num_ids:
+    new = recipe.workload.num_ids(data.vocabulary) - found.num_ids
+    if new > 0:
         warn(f"{_KEY}: {begin.weights}: the rows of {new:,} new ids are drawn")
+    elif more := found.num_ids - data.vocabulary.size:
+        warn(f"{_KEY}: {begin.weights}: {more:,} rows without an id of the tokenizer are kept")
     return found
+
+
+def keep_rows(recipe: Recipe, data: TrainingData, num_ids: int) -> Recipe:
+    """Return the recipe with a model of at least `num_ids` ids, if its workload has such models.
+
+    Published models often have more rows than their tokenizer has ids.
+    """
+    if num_ids <= recipe.workload.num_ids(data.vocabulary):
+        return recipe
+    return recipe.model_copy(
+        update={"workload": recipe.workload.with_ids(num_ids) or recipe.workload}
+    )
 
 
 def _find_weights(
@@ -113,6 +128,7 @@ def find_run_parent(
         raise UserError(f"{_KEY}: checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     before = read_recipe(run, identity)
     given = _given(run, before, commit, identity.data[0], data, warn)
+    recipe = keep_rows(recipe, data, given.num_ids)
     lines = fit_problems(given, begin, recipe, data)
     if begin.optimizer:
         lines += _optimizer_problems(before, recipe, given, data)
@@ -148,7 +164,7 @@ def _given(
         workload=before.workload.name,
         architecture=before.workload.architecture(),
         sizes=model_sizes(run.sub("checkpoints"), commit),
-        num_ids=(manifest or data.train.manifest).vocabulary.size,
+        num_ids=before.workload.num_ids((manifest or data.train.manifest).vocabulary),
         tokenizer=read_data_tokenizer(Storage(data_set.url), manifest) if manifest else None,
     )
 
@@ -175,7 +191,9 @@ def _optimizer_problems(
             f"{ours}: expected false, or optimizer.name {theirs}"
         )
     model = recipe.workload, data.vocabulary, data.seq_len
-    if given.num_ids != data.vocabulary.size or given.sizes != tensor_shapes(*model):
+    if given.num_ids != recipe.workload.num_ids(data.vocabulary) or given.sizes != tensor_shapes(
+        *model
+    ):
         yield (
             "begin_with.optimizer: true: the tables of ids have other sizes in "
             f"{given.name}: expected false"
@@ -196,6 +214,7 @@ def find_folder_parent(
     """
     name, tensors = begin.weights, folder.weights.tensors
     config = folder.config()
+    recipe = keep_rows(recipe, data, int(config.vocab_size))
     architecture, table = _match_model(
         recipe.workload, config, data.vocabulary, folder.storage.uri(CONFIG)
     )
@@ -376,7 +395,7 @@ def fit_problems(
     ]
     # With another architecture, every tensor would differ; the keys are the better message.
     lines = lines or [f"{_KEY}: {line}" for line in _tensor_problems(given, recipe, data)]
-    return [*lines, *_vocabulary_problems(given, begin, data)]
+    return [*lines, *_vocabulary_problems(given, begin, workload, data)]
 
 
 def _tensor_problems(given: GivenWeights, recipe: Recipe, data: TrainingData) -> Iterator[str]:
@@ -412,9 +431,10 @@ def abbreviate(names: Collection[str]) -> str:
 
 
 def _vocabulary_problems(
-    given: GivenWeights, begin: BeginConfig, data: TrainingData
+    given: GivenWeights, begin: BeginConfig, workload: Workload, data: TrainingData
 ) -> Iterator[str]:
-    num_ids, url = data.vocabulary.size, data.train.url
+    num_ids, url = workload.num_ids(data.vocabulary), data.train.url
+    holder = f"the tokenizer of {url}" if num_ids == data.vocabulary.size else "the model"
     if wrong := _describe_changed_ids(given.tokenizer, Storage(url), data.train.manifest):
         yield f"data.path: {url}: its tokenizer has other ids than that of {given.name}: {wrong}"
     elif num_ids < given.num_ids:
@@ -424,7 +444,7 @@ def _vocabulary_problems(
         )
     elif num_ids > given.num_ids and not begin.extend_vocabulary:
         yield (
-            f"begin_with.extend_vocabulary: false: the tokenizer of {url} has {num_ids:,} ids, "
+            f"begin_with.extend_vocabulary: false: {holder} has {num_ids:,} ids, "
             f"{given.name} {given.num_ids:,}: expected true, which draws the rows of new ones"
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +125,17 @@ class Workload(Config):
     def interrupts_graphs(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> bool:
         """Return whether a part of the blocks cannot be compiled on a machine; false by default."""
         return False
+
+    def num_ids(self, vocabulary: Vocabulary) -> int:
+        """Return the number of ids that the model has logits for; by default the tokenizer's."""
+        return vocabulary.size
+
+    def with_ids(self, num_ids: int) -> Self | None:
+        """Return this workload with a model of more ids than the tokenizer has.
+
+        By default None: there is no such model.
+        """
+        return None
 
     @abstractmethod
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> nn.Module:

@@ -176,7 +176,7 @@ class Bert(MaskedTransformer):
 
     def shape(self, vocabulary: Vocabulary) -> BertShape:
         """Return the model's shape for this vocabulary."""
-        size = vocabulary.size
+        size = self.num_ids(vocabulary)
         return BertShape(
             **self.same_in(BertShape),
             num_ids=size,

@@ -132,7 +132,7 @@ class Gpt(UnpaddedTransformer):
         Raises:
             UserError: transformers has no such model.
         """
-        shape = self.shape(vocabulary.size)
+        shape = self.shape(self.num_ids(vocabulary))
         mapping: Counterpart = family_of(shape).counterpart(shape)
         return mapping
 
@@ -144,7 +144,7 @@ class Gpt(UnpaddedTransformer):
                 "workload: gpt predicts running text; this data set has sentence pairs, half of "
                 "them random: prepare it without pairs"
             )
-        return [*lines, *self.too_long(manifest)]
+        return [*lines, *self.size_problems(manifest)]
 
     def advice(self, manifest: Manifest) -> list[str]:
         """Return one line if the tokenizer is one for BERT.
@@ -166,7 +166,7 @@ class Gpt(UnpaddedTransformer):
         # Imported here: it loads torch's compiler, which takes a second and drivers do not need.
         from elastrata_workloads.gpt.model import GptModel
 
-        return GptModel(self.shape(vocabulary.size))
+        return GptModel(self.shape(self.num_ids(vocabulary)))
 
     @override
     def divided_sizes(self) -> dict[str, int]:
@@ -205,11 +205,11 @@ class Gpt(UnpaddedTransformer):
         # Imported here: training does not need safetensors.
         from elastrata_workloads.gpt.hf import export
 
-        export(self.shape(vocabulary.size), state, tokenizer, path, form)
+        export(self.shape(self.num_ids(vocabulary)), state, tokenizer, path, form)
 
     def model_spec(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
         """Return the quantities that determine memory, time and FLOPs."""
-        return self.shape(vocabulary.size).model_spec(seq_len)
+        return self.shape(self.num_ids(vocabulary)).model_spec(seq_len)
 
     def shape(self, num_ids: int) -> GptShape:
         """Return the model's shape for a vocabulary of `num_ids` ids."""

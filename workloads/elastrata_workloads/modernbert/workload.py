@@ -142,7 +142,7 @@ class ModernBert(MaskedTransformer):
 
     def shape(self, vocabulary: Vocabulary) -> ModernBertShape:
         """Return the model's shape for this vocabulary."""
-        size = vocabulary.size
+        size = self.num_ids(vocabulary)
         return ModernBertShape(
             **self.same_in(ModernBertShape),
             num_ids=size,

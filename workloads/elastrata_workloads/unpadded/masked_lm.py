@@ -231,4 +231,4 @@ class MaskedTransformer(UnpaddedTransformer):
     @override
     def problems(self, manifest: Manifest) -> list[str]:
         """Return one line per reason why the model cannot train on this data set."""
-        return [*masking_problems(self.name, manifest), *self.too_long(manifest)]
+        return [*masking_problems(self.name, manifest), *self.size_problems(manifest)]

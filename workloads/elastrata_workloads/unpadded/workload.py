@@ -17,7 +17,7 @@ from elastrata.device.capabilities import DeviceCapabilities
 from elastrata.workload.batch import Batch
 from elastrata.workload.hf_mapping import HasCounterpart
 from elastrata.workload.workload import Loss, PipelineParallel, PlannableWorkload, TensorParallel
-from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_workloads.unpadded.batch import UnpaddedBatch, fill_to_equal_length
 from elastrata_workloads.unpadded.shapes import Kernel, interrupts_graphs, kernel_substitutions
 
@@ -101,6 +101,9 @@ class UnpaddedTransformer(PlannableWorkload, TensorParallel, PipelineParallel, H
     embedding_multiple: Annotated[int, Field(gt=0, le=2**20)] = 1
     """Multiple to which the embedding table's rows are rounded up, for faster GPU kernels (64 is
     common). Added rows take no part in the loss and are not exported."""
+    vocab_size: Annotated[int, Field(gt=0, le=2**32)] | None = None
+    """Ids of the model. Default: the tokenizer's, the least. Published models often have more rows
+    than their tokenizer has ids; `begin_with` sets this key to keep them."""
     attention: Kernel = "auto"
     """Attention kernel, without padding. varlen: one call for all samples, in bf16 on GPUs of
     compute capability 8.0 and above. dense: one call per run of samples of equal length, on any
@@ -128,18 +131,35 @@ class UnpaddedTransformer(PlannableWorkload, TensorParallel, PipelineParallel, H
         values = {name: getattr(self, name) for name in names}
         return {**values, "intermediate_size": self.inner_size}
 
+    @override
+    def num_ids(self, vocabulary: Vocabulary) -> int:
+        """Return `vocab_size`, or the tokenizer's number of ids if that is larger."""
+        return max(vocabulary.size, self.vocab_size or 0)
+
+    @override
+    def with_ids(self, num_ids: int) -> Self:
+        """Return this workload with a model of `num_ids` ids."""
+        return self.model_copy(update={"vocab_size": num_ids})
+
     def num_rows(self, num_ids: int) -> int:
         """Return the number of embedding rows for `num_ids` ids."""
         return num_ids + -num_ids % self.embedding_multiple
 
-    def too_long(self, manifest: Manifest) -> list[str]:
-        """Return one line if a data set has samples that are too long for the model."""
-        if manifest.seq_len <= self.longest:
-            return []
-        return [
-            f"workload.max_positions: {self.longest}, but this data set has samples "
-            f"of up to {pluralize(manifest.seq_len, 'token')}"
-        ]
+    def size_problems(self, manifest: Manifest) -> list[str]:
+        """Return one line if a data set has samples that are too long for the model, and one if it
+        has more ids."""
+        lines, num_ids = [], manifest.vocabulary.size
+        if manifest.seq_len > self.longest:
+            lines.append(
+                f"workload.max_positions: {self.longest}, but this data set has samples "
+                f"of up to {pluralize(manifest.seq_len, 'token')}"
+            )
+        if self.vocab_size is not None and self.vocab_size < num_ids:
+            lines.append(
+                f"workload.vocab_size: {self.vocab_size}: expected at least {num_ids}, the ids of "
+                "this data set's tokenizer"
+            )
+        return lines
 
     @override
     def substitutions(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
