@@ -21,6 +21,8 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.url_secrets import NO_SECRET, hide_unrecorded_parts
 
 _CHUNK_BYTES = 4 * 2**20
+_ABSENT = (404, 410)
+"""Status codes of HTTP for a file that does not exist."""
 
 
 def is_local(url: str) -> bool:
@@ -42,6 +44,20 @@ def locate(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     # A local path is taken literally: fsspec itself would read `a::b` as a chain of URLs.
     local = fsspec.filesystem("file")
     return local, str(local._strip_protocol(url))
+
+
+def is_absent(error: Exception) -> bool:
+    """Return whether a file system's error says that a file does not exist.
+
+    fsspec's HTTP file system raises FileNotFoundError if a server cannot be reached, too.
+    """
+    cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
+    response = getattr(cause, "response", None)
+    status = getattr(cause, "status", getattr(response, "status_code", None))
+    if status is not None:
+        return status in _ABSENT
+    is_other = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+    return isinstance(error, FileNotFoundError) and not is_other
 
 
 @dataclass(frozen=True)
@@ -99,7 +115,14 @@ class Storage:
 
     def size(self, *parts: str) -> int:
         """Return the size of a file in bytes."""
-        return int(self.fs.size(self.path(*parts)))
+        try:
+            size = self.fs.size(self.path(*parts))
+        except FileNotFoundError as error:
+            if is_absent(error):
+                raise
+            raise OSError(str(error.__cause__)) from None
+        # A server need not say it in advance.
+        return len(self.read(*parts)) if size is None else int(size)
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of all files below the root, by relative path."""

@@ -64,7 +64,8 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", TEXT)
     write(tmp_path / "c.txt", TEXT.encode("utf-16"))
     assert problems(tmp_path, config(tmp_path, documents="line")) == [
-        "./c.txt: cannot be read (UTF-16, expected UTF-8 text; store it as UTF-8)",
+        "./c.txt: cannot be read (UTF-16, expected UTF-8 text; "
+        "`iconv -f UTF-16 -t UTF-8 FILE` stores it as that)",
         "./a.txt: not UTF-8 at byte 11",
         "./a.txt: not UTF-8 at byte 26",
     ]

@@ -9,6 +9,7 @@ import os
 import random
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,9 @@ def test_names_in_a_store_are_taken_as_they_are() -> None:
 def test_a_line_of_absurd_size_is_not_read_whole(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "')
     config = source(tmp_path)
-    files = find_files(0, config).files
+    (file,) = find_files(0, config).files
     os.truncate(tmp_path / "a.jsonl", 2**40)  # a terabyte of zeros that takes no room
+    files = [replace(file, bytes=2**40)]
     (portion,) = read_portions(files, config, size=LIMIT, max_document_bytes=LIMIT)
     (problem,) = portion.problems
     assert "a.jsonl: the document that begins at line 1 is longer than" in problem

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate, islice
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
@@ -215,7 +216,11 @@ class Manifest(Record):
         try:
             data = read_bytes(storage, MANIFEST)
         except FileNotFoundError:
-            return None
+            folder = Path(storage.path())
+            if not storage.is_local or not folder.is_symlink() or folder.exists():
+                return None
+            why = "a link to something that is not there"
+            raise UserError(f"{storage.url}: no data set can be read there ({why})") from None
         except UserError as error:
             why = str(error).removeprefix(f"{storage.uri()}/")
             raise UserError(f"{storage.url}: no data set can be read there ({why})") from None

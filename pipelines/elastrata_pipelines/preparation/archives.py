@@ -17,6 +17,7 @@ from typing import Any
 from elastrata_pipelines.checked_json import describe_error
 from elastrata_pipelines.errors import escape_unprintable
 from elastrata_pipelines.preparation.config import SourceConfig
+from elastrata_pipelines.preparation.local_files import is_sidecar
 from elastrata_pipelines.preparation.not_text import HEAD_BYTES, refuse_no_text, refuse_not_packed
 from elastrata_pipelines.preparation.pieces import (
     DocumentTooLongError,
@@ -26,7 +27,7 @@ from elastrata_pipelines.preparation.pieces import (
     refuse_bomb,
     text_pieces,
 )
-from elastrata_pipelines.preparation.sources import COMPRESSIONS, SourceFile, is_hidden, kind_of
+from elastrata_pipelines.preparation.sources import COMPRESSIONS, SourceFile, kind_of
 from elastrata_pipelines.preparation.tables import parquet_pieces
 
 _ENDINGS = (".tar", *(ending for ending in COMPRESSIONS if ending.startswith(".t")))
@@ -48,6 +49,8 @@ class RefusedMember:
     """Identity of the member, like `SourceFile.name`."""
     problem: str
     """Line about the problem."""
+    is_sidecar: bool = False
+    """Whether it was passed over as a file beside the data, which is no problem."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class FileReader:
             DocumentTooLongError: a document is longer than `max_document_bytes`.
             Exception: the file cannot be read, or is not text.
         """
-        with open_stored(file.url) as stored, self._uncompressed(file, stored) as stream:
+        with open_stored(file) as stored, self._uncompressed(file, stored) as stream:
             yield from self._pieces(file, stream, 0)
 
     @contextmanager
@@ -86,7 +89,10 @@ class FileReader:
             if level == _DEEPEST:
                 raise OSError(f"archives in archives, more than {_DEEPEST} deep; unpack it")
             for member, data in _members(file, rest, self.config):
-                yield from self._member_pieces(member, data, level + 1)
+                if data is None:
+                    yield RefusedMember(member.name, "", is_sidecar=True)
+                else:
+                    yield from self._member_pieces(member, data, level + 1)
         elif file.kind == "parquet":
             if not head.startswith(b"PAR1"):
                 refuse_no_text(file, head, self.config)
@@ -143,7 +149,8 @@ def _begins_archive(head: bytes) -> bool:
 def _members(
     file: SourceFile, stream: Any, config: SourceConfig
 ) -> Iterator[tuple[SourceFile, Any]]:
-    """Yield the files in an archive that are not hidden, with streams to be read immediately.
+    """Yield the files in an archive that are not empty, with streams to be read immediately;
+    None for those beside the data.
 
     Raises:
         Exception: the archive is damaged or truncated.
@@ -158,7 +165,7 @@ def _members(
         archive.members.clear()
         refuse_bomb(file, header.offset_data + header.size)
         number += 1
-        if header.isfile() and header.size and not is_hidden(header.name):
+        if header.isfile() and header.size:
             kind, compression = kind_of(header.name, config)
             member = replace(
                 file,
@@ -169,7 +176,7 @@ def _members(
                 kind=kind,
                 compression=compression,
             )
-            yield member, archive.extractfile(header)
+            yield member, None if is_sidecar(header.name) else archive.extractfile(header)
     # Read to the end: a concatenated second archive must not be ignored, and compressed streams
     # verify their checksums there.
     while rest := archive.fileobj.read(2**16):

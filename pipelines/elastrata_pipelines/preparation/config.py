@@ -31,17 +31,19 @@ class SourceConfig(ConfigPart):
         Field(min_length=1),
         WithJsonSchema(_PATHS_SCHEMA),
     ]
-    """Files, folders (all regular, non-hidden files below them) or globs: local, URLs such as
-    `s3://bucket/folder`, or `hf://datasets/NAME/folder` (Hugging Face Hub). Compressed files (.gz,
-    .bz2, .xz, .zst) are decompressed; members of tar archives (.tar, .tgz, .tar.xz, a .xz that
-    holds one) are read like files of their names."""
+    """Files, folders (all regular files below them) or globs: local, URLs such as
+    `s3://bucket/folder`, or `hf://datasets/NAME/folder` (Hugging Face Hub). In folders and globs,
+    files beside the data are passed over and counted: hidden ones, names that begin with `_` (as in
+    Spark), .crc, and the hub's README.md, config.json, dataset_infos.json and the like. Compressed
+    files (.gz, .bz2, .xz, .zst) are decompressed; members of tar archives (.tar, .tgz, .tar.xz, a
+    .xz that holds one) are read like files of their names."""
     name: str | None = None
     """Unique name, a part of every sample's identity. Default: `source-<number>`."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     """File format. auto: by the extension (.jsonl, .ndjson, .json, .parquet; others are text). HTML
     pages without an HTML extension are refused unless this is text."""
     text_field: str = "text"
-    """Field (JSON Lines) or column (Parquet) that contains the text."""
+    """Field (JSON Lines) or column (Parquet) that contains the text; `a.b` is the field b in a."""
     documents: Literal["file", "line", "paragraph"] = "file"
     """Documents of a text file: the whole file, its lines, or paragraphs between blank lines."""
     document_start: Annotated[str, Field(max_length=1000)] | None = None

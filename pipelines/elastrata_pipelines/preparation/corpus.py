@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +17,7 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.manifest import TokenType
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.deduplication import signature_version
+from elastrata_pipelines.preparation.pieces import describe_windows
 from elastrata_pipelines.preparation.pipeline import split_in_parallel
 from elastrata_pipelines.preparation.portions import (
     Group,
@@ -27,6 +30,7 @@ from elastrata_pipelines.preparation.portions import (
 )
 from elastrata_pipelines.preparation.provenance import (
     NOT_A_FILE,
+    SIDECAR,
     FilesOfSource,
     Provenance,
     find_empty_sources,
@@ -36,7 +40,7 @@ from elastrata_pipelines.preparation.screening import (
     FingerprintWork,
     mark_repeats,
 )
-from elastrata_pipelines.preparation.sources import SourceFile, find_files
+from elastrata_pipelines.preparation.sources import SourceFile, find_changes, find_files
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
 from elastrata_pipelines.preparation.training import train_tokenizer
 from elastrata_pipelines.preparation.work import (
@@ -70,6 +74,8 @@ class Corpus:
     report: Progress
     passed_over: tuple[int, ...] = ()
     """Number of skipped pipes, broken links and the like in the folders of each source."""
+    sidecars: tuple[int, ...] = ()
+    """Number of skipped files beside the data in the folders of each source."""
     repeats: Mapping[Place, Repeats] | None = None
     """Marks of repeated documents by portion; None before they are looked for."""
 
@@ -87,7 +93,10 @@ class Corpus:
         if problems:
             raise UserError(*_limit_problems(problems))
         files = tuple(file for source in found for file in source.files)
-        return Corpus(config, files, report, tuple(len(source.others) for source in found))
+        for line in describe_windows(files):
+            report(line, 1, 1, "files")
+        others = tuple(len(source.others) for source in found)
+        return Corpus(config, files, report, others, tuple(source.sidecars for source in found))
 
     def fingerprint(self, tokenizer: TokenizerFiles | None) -> str:
         """Return a hash of the configuration and the files, independent of their location."""
@@ -215,6 +224,11 @@ class Corpus:
         tokenized = [*self._process(work, "tokenize"), *self._skipped_entries()]
         encoders = sorted({result.encoder for result in tokenized} - {""})
         size = sum(result.bytes for result in tokenized)
+        altered, longer = find_changes(self.files)
+        if altered:
+            raise UserError(*_limit_problems(altered))
+        for line in _limit_problems(longer):
+            self.report(line, 1, 1, "files")
         self.report(f"tokenized with {', '.join(encoders)}", size, size, "bytes")
         return tokenized
 
@@ -223,9 +237,10 @@ class Corpus:
         return [
             TokenizedPortion(
                 place=(len(self.files), source), source=source, bytes=0, documents=(0, 0),
-                runs=(None, None), skipped={NOT_A_FILE: count},
+                runs=(None, None), skipped={reason: count},
             )
-            for source, count in enumerate(self.passed_over)
+            for reason, counts in ((NOT_A_FILE, self.passed_over), (SIDECAR, self.sidecars))
+            for source, count in enumerate(counts)
             if count
         ]  # fmt: skip
 
@@ -263,7 +278,7 @@ class Corpus:
         results.sort(key=lambda result: result.place)
         problems = [problem for result in results for problem in result.problems]
         if problems:
-            raise UserError(*_limit_problems(problems))
+            raise UserError(*_limit_problems(_merge_problems(problems)))
         return results
 
     @cached_property
@@ -276,6 +291,21 @@ class Corpus:
 
 def _as_list(value: object) -> list[dict[str, object]]:
     return value if isinstance(value, list) else []
+
+
+_OF_ALL_DOCUMENTS = re.compile(r"no (?:field|column) '.*?' |(?:field|column) '.*?' (?:is|holds) ")
+"""The cause of a problem that usually every document has."""
+
+
+def _merge_problems(problems: Sequence[str]) -> list[str]:
+    """Return the problems, with one line for all documents that lack the text field."""
+    causes = [found and found.group() for found in map(_OF_ALL_DOCUMENTS.search, problems)]
+    counts, merged = Counter(causes), dict[str, str]()
+    for cause, problem in zip(causes, problems, strict=True):
+        more = counts[cause] - 1 if cause else 0
+        also = f" (and {more:,} more like it, of those read so far)" if more else ""
+        merged.setdefault(cause or problem, f"{problem}{also}")
+    return list(merged.values())
 
 
 def _limit_problems(problems: Sequence[str]) -> list[str]:

@@ -8,11 +8,12 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from glob import has_magic
-from io import BufferedReader, FileIO
+from io import BufferedReader, FileIO, RawIOBase
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import fsspec
+from typing_extensions import override
 
 from elastrata_pipelines.checked_json import describe_error
 from elastrata_pipelines.errors import escape_unprintable
@@ -25,6 +26,13 @@ _KINDS = {
 }
 
 
+_CARDS_OF_THE_HUB = {
+    "README.md", "config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json",
+    "dummy_data.zip",
+}  # fmt: skip
+"""Files that the `datasets` library never reads as data."""
+
+
 @dataclass
 class LocalFiles:
     """The files that a path denotes."""
@@ -33,6 +41,8 @@ class LocalFiles:
     """Folder to which the names of files, which identify samples, are relative."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Size in bytes of each regular file, by path, in order."""
+    sidecars: list[str] = field(default_factory=list)
+    """Paths of files and folders that were passed over, see `is_sidecar`."""
     others: list[str] = field(default_factory=list)
     """One line for each entry of a folder, or match of a glob, that cannot be read as a file."""
 
@@ -56,6 +66,29 @@ def find_local(path: str) -> LocalFiles:
     return LocalFiles(_folder(path), {path: status.st_size})
 
 
+def is_sidecar(path: str, pattern: str = "") -> bool:
+    """Return whether a path inside a source leads to something beside the data.
+
+    Such names begin with `.` or `_`, as in Spark, where `_name=value` is a partition with data, end
+    as those of checksums and unfinished copies, or are those of the Hugging Face hub's cards.
+
+    Args:
+        path: path below the source.
+        pattern: the glob by which it was found; parts of it with such names ask for them.
+    """
+    return _count_sidecars(path) > _count_sidecars(pattern)
+
+
+def _count_sidecars(path: str) -> int:
+    return sum(
+        bool(part.startswith(".") and part.strip("."))
+        or (part.startswith("_") and "=" not in part)
+        or part.endswith((".crc", "._COPYING_"))
+        or part in _CARDS_OF_THE_HUB
+        for part in path.split("/")
+    )
+
+
 def utf8_name(path: str) -> str:
     """Return the text that UTF-8 makes of a local path's bytes."""
     # Ids of samples and the order of files must not depend on the encoding of the machine's locale.
@@ -71,15 +104,48 @@ def to_local_name(path: str) -> str:
     return path
 
 
-def open_regular(path: str) -> BinaryIO:
-    """Open a regular file for reading.
+class _FirstBytes(FileIO):
+    """The first bytes of a file, which ends there however much is appended meanwhile."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        super().__init__(descriptor)
+        self._size = size
+
+    @override
+    def readinto(self, buffer: Any) -> int | None:
+        place = self.tell()
+        left = max(self._size - place, 0)
+        read = super().readinto(memoryview(buffer)[:left])
+        if left and len(buffer) and not read:
+            raise OSError(f"it shrank from {self._size:,} bytes to {place:,} while it was read")
+        return read
+
+    @override
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_END:
+            return super().seek(self._size + offset)
+        return super().seek(offset, whence)
+
+    # FileIO's own methods do not call `readinto`.
+    @override
+    def read(self, size: int | None = -1) -> bytes:
+        return RawIOBase.read(self, -1 if size is None else size) or b""
+
+    @override
+    def readall(self) -> bytes:
+        return RawIOBase.readall(self) or b""
+
+
+def open_regular(path: str, size: int | None = None) -> BinaryIO:
+    """Open a regular file, or its first `size` bytes, for reading.
 
     Raises:
-        OSError: the file cannot be opened, or is not a regular file.
+        OSError: the file cannot be opened, or is not a regular file. Later: it shrank.
     """
     # A pipe could have taken the file's place; without O_NONBLOCK, opening it would wait for a
     # writer.
-    stream = BufferedReader(FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    stream = BufferedReader(FileIO(descriptor) if size is None else _FirstBytes(descriptor, size))
     status = os.fstat(stream.fileno())
     if not stat.S_ISREG(status.st_mode):
         stream.close()
@@ -100,6 +166,9 @@ def _match_glob(pattern: str) -> LocalFiles:
     first = min(pattern.find(letter) for letter in "*?[" if letter in pattern)
     found = LocalFiles(_folder(pattern[:first]))
     for path in sorted(fsspec.filesystem("file").glob(pattern), key=utf8_name):
+        if is_sidecar(path[len(found.base) + 1 :], pattern[len(found.base) + 1 :]):
+            found.sidecars.append(path)
+            continue
         try:
             _add_file(found, path, Path(path).stat())
         except OSError as error:
@@ -121,7 +190,7 @@ def _add_error(found: LocalFiles, path: str, error: OSError) -> None:
 
 
 class _Walk:
-    """Collects the files below a folder that are not hidden, and visits each folder once.
+    """Collects the files below a folder that are no sidecars, and visits each folder once.
 
     Links to folders are followed last, in the order of their names, unless they lead to a folder
     that was already visited or is a parent.
@@ -144,7 +213,9 @@ class _Walk:
                 _add_error(self._found, folder, error)
                 continue
             for entry in entries:
-                if not entry.name.startswith("."):
+                if is_sidecar(entry.name):
+                    self._found.sidecars.append(entry.path)
+                else:
                     self._visit(entry)
         self._found.sizes = dict(
             sorted(self._found.sizes.items(), key=lambda item: utf8_name(item[0]))

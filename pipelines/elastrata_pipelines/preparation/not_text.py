@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from posixpath import splitext
 
@@ -12,7 +13,8 @@ from elastrata_pipelines.preparation.sources import COMPRESSIONS, SourceFile
 HEAD_BYTES = 4096
 """Number of bytes of a file that are examined."""
 _UNPACK, _CONVERT, _OMIT = "unpack it", "extract its text", "leave it out"
-_ENCODE = "store it as UTF-8"
+_NO_MARK = "UTF-16 without a byte-order mark, or binary data (control characters)"
+_ENCODE = "`iconv -f {0} -t UTF-8 FILE` stores it as that"
 # Compare `man 5 magic`.
 _KINDS: dict[bytes, tuple[str, str]] = {
     rb"\x1f\x8b": ("gzip data", "end its name in .gz"),
@@ -42,8 +44,11 @@ _KINDS: dict[bytes, tuple[str, str]] = {
         "an image, a recording or a film", _OMIT
     ),
     rb"\x7fELF|MZ\x90\x00|\xca\xfe\xba\xbe|\xcf\xfa\xed\xfe|\x00asm": ("a program", _OMIT),
-    rb"\xff\xfe\x00\x00|\x00\x00\xfe\xff": ("UTF-32", _ENCODE),
-    rb"\xff\xfe|\xfe\xff": ("UTF-16", _ENCODE),
+    rb"\xff\xfe\x00\x00|\x00\x00\xfe\xff": ("UTF-32", _ENCODE.format("UTF-32")),
+    rb"\xff\xfe|\xfe\xff": ("UTF-16", _ENCODE.format("UTF-16")),
+    # ASCII letters with a zero beside each.
+    rb"(?:[\t\n\r -~]\x00){8}": (_NO_MARK, _ENCODE.format("UTF-16LE")),
+    rb"(?:\x00[\t\n\r -~]){8}": (_NO_MARK, _ENCODE.format("UTF-16BE")),
 }  # fmt: skip
 """Content type and advice, by a regular expression of the first bytes."""
 _PROMISED = {
@@ -89,6 +94,8 @@ def refuse_no_text(file: SourceFile, head: bytes, config: SourceConfig) -> None:
             "an HTML page (of an error?), expected text; to train on HTML end its name in .html "
             "or set format: text"
         )
+    if file.kind == "jsonl" and (found := _whole_json(head.removeprefix(_BOM).lstrip())):
+        raise OSError("{}, expected JSON Lines, an object in each line; {}".format(*found))
     if file.kind == "text" and _exceeds_control_share(len(_CONTROL_BYTE.findall(head)), len(head)):
         raise OSError("binary data (control characters), expected text; leave it out")
 
@@ -128,6 +135,23 @@ def _pointer(head: bytes) -> tuple[str, str] | None:
     if _FAT.match(head + b"\n"):
         return "git-fat", "fetch it with `git fat pull`"
     return None
+
+
+def _whole_json(head: bytes) -> tuple[str, str] | None:
+    """Return what a JSON file is and how to convert it, if it is no JSON Lines."""
+    line, _, more = head.partition(b"\n")
+    if line.rstrip() == b"{":
+        return "a JSON object over several lines", "`jq -c . FILE` makes it one"
+    if not line.startswith(b"["):
+        return None
+    try:
+        json.loads(line)
+    except ValueError:
+        is_line = False
+    else:
+        # A first line that is wrong among others is a bad document.
+        is_line = bool(more.strip())
+    return None if is_line else ("a JSON array", "`jq -c '.[]' FILE` makes them")
 
 
 def _is_page(file: SourceFile, head: bytes) -> bool:

@@ -10,15 +10,17 @@ import bz2
 import gzip
 import lzma
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from io import BufferedReader, RawIOBase
+from io import SEEK_END, BufferedReader, RawIOBase
 from pickle import PickleBuffer
+from shutil import copyfileobj
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO, cast
 
-import pyarrow as pa
+from backports import zstd
 from fsspec.core import split_protocol, url_to_fs
 
 from elastrata_pipelines.preparation.config import SourceConfig
@@ -33,6 +35,11 @@ _PACKED_BYTES = 2**16
 _SPARE_BYTES = 2**12
 _FREE_EXPANSION_BYTES, _MAX_EXPANSION = 2**26, 200
 _LARGE_BYTES = 2**20
+_LARGEST_WINDOW = 31
+"""Binary logarithm of the largest zstd window, that of `zstd --long=31`."""
+_USUAL_WINDOW = 2**27
+"""Bytes of the largest zstd window that tools read without an option."""
+_MOST_HEADER_BYTES = 36
 _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 
 
@@ -82,9 +89,6 @@ def open_uncompressed(stored: Any, compression: str | None) -> Iterator[BinaryIO
         yield cast(
             BinaryIO, BufferedReader(_ConcatenatedStreams(stored, _DECOMPRESSORS[compression]))
         )
-    elif compression == "zstd":
-        with pa.CompressedInputStream(pa.PythonFile(stored, "r"), "zstd") as stream:
-            yield cast(BinaryIO, stream)
     else:
         yield stored
 
@@ -122,13 +126,52 @@ _DECOMPRESSORS: dict[str | None, Callable[[], Any]] = {
     "bz2": bz2.BZ2Decompressor,
     # In the older .lzma format, zeros would be an empty stream.
     "xz": partial(lzma.LZMADecompressor, format=lzma.FORMAT_XZ),
+    "zstd": partial(
+        zstd.ZstdDecompressor, options={zstd.DecompressionParameter.window_log_max: _LARGEST_WINDOW}
+    ),
 }
 
 
-def open_stored(url: str) -> Any:
+def describe_windows(files: Sequence[SourceFile]) -> Iterator[str]:
+    """Yield a line if the largest zstd file of a source takes unusually much memory to read."""
+    largest: dict[int, SourceFile] = {}
+    for file in sorted(files, key=lambda file: file.bytes):
+        if file.compression == "zstd":
+            largest[file.source] = file
+    for file in largest.values():
+        try:
+            with open_stored(file) as stored:
+                window = _window_bytes(stored.read(_MOST_HEADER_BYTES))
+        # Every store raises errors of other classes; reading the file later reports this one.
+        except Exception:
+            continue
+        if window > _USUAL_WINDOW:
+            yield (
+                f"{file.shown}: each process takes {window / 2**20:,.0f} MiB for the window of its "
+                "zstd data"
+            )
+
+
+def _window_bytes(head: bytes) -> int:
+    """Return the bytes of memory for the window of a zstd frame (RFC 8878, section 3.1.1.1)."""
+    # Frames of any other content may come first.
+    while head[1:4] == b"\x2a\x4d\x18":
+        head = head[8 + int.from_bytes(head[4:8], "little") :]
+    if len(head) < _MOST_HEADER_BYTES // 2 or not head.startswith(b"\x28\xb5\x2f\xfd"):
+        return 0
+    is_single_segment = head[4] & 0x20
+    if is_single_segment:
+        # The window is the whole content.
+        return int(zstd.get_frame_info(head).decompressed_size or 0)
+    exponent, mantissa = divmod(head[5], 8)
+    return (1 << (10 + exponent)) * (8 + mantissa) // 8
+
+
+def open_stored(file: SourceFile) -> Any:
     """Open a file of a source for reading, without decompression."""
+    url = file.url
     if is_local(url):
-        return open_regular(url)
+        return open_regular(url, file.bytes)
     protocol, _ = split_protocol(url)
     # A chain of URLs, as it was configured.
     if "::" in protocol:
@@ -137,7 +180,18 @@ def open_stored(url: str) -> Any:
         # A file name in the store may contain `::`, too.
         fs, _ = url_to_fs(url.partition("::")[0])
         path = fs._strip_protocol(url)
-    return fs.open(path, "rb")
+    stream = fs.open(path, "rb")
+    try:
+        stream.seek(0, SEEK_END)
+        stream.seek(0)
+    # A server that has no ranges, or does not say the size, sends a file once.
+    except ValueError:
+        with stream:
+            copy = TemporaryFile()  # noqa: SIM115 - the caller closes it
+            copyfileobj(stream, copy)
+        copy.seek(0)
+        return copy
+    return stream
 
 
 def text_pieces(

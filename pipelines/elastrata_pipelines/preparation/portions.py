@@ -31,6 +31,8 @@ class Portion:
     problems: tuple[str, ...] = ()
     left_out: int = 0
     """Number of skipped files and archive members that cannot be read."""
+    sidecars: int = 0
+    """Number of archive members beside the data that were passed over."""
 
     @property
     def bytes(self) -> int:
@@ -80,7 +82,7 @@ def read_portions(
     """
     pieces: list[Piece] = []
     problems: list[str] = []
-    filled = left_out = 0
+    filled = left_out = sidecars = 0
     reader = FileReader(config, size, max_document_bytes)
     for file in files:
         begun = False
@@ -90,20 +92,24 @@ def read_portions(
             # documents are passed on before the end is reached.
             if skip and (file.compression or file.kind == "parquet" or has_archive_name(file)):
                 refused = {
-                    one.name for one in reader.pieces(file) if isinstance(one, RefusedMember)
+                    one.name
+                    for one in reader.pieces(file)
+                    if isinstance(one, RefusedMember) and not one.is_sidecar
                 }
             for piece in replace(reader, refused=refused).pieces(file):
                 begun = True
                 if isinstance(piece, Piece):
                     pieces.append(piece)
                     filled += len(piece.data)
+                elif piece.is_sidecar:
+                    sidecars += 1
                 elif skip:
                     left_out += 1
                 else:
                     problems.append(piece.problem)
                 if filled >= size or max(len(pieces), len(problems)) >= _MAX_FILES:
-                    yield Portion(tuple(pieces), tuple(problems), left_out)
-                    pieces, problems, filled, left_out = [], [], 0, 0
+                    yield Portion(tuple(pieces), tuple(problems), left_out, sidecars)
+                    pieces, problems, filled, left_out, sidecars = [], [], 0, 0, 0
         except DocumentTooLongError as error:
             problems.append(str(error))
         # Every store, compression and format raises errors of other classes.
@@ -114,8 +120,8 @@ def read_portions(
                 problems.append(
                     f"{file.shown}: cannot be read ({escape_unprintable(describe_error(error))})"
                 )
-    if pieces or problems or left_out:
-        yield Portion(tuple(pieces), tuple(problems), left_out)
+    if pieces or problems or left_out or sidecars:
+        yield Portion(tuple(pieces), tuple(problems), left_out, sidecars)
 
 
 Place = tuple[int, int]

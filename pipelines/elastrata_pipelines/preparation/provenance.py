@@ -114,6 +114,8 @@ _REASONS = {
 OTHER = "other"
 NOT_A_FILE = "not a file"
 """Reason for pipes, devices and broken links in folders."""
+SIDECAR = "file beside the data"
+"""Reason for hidden files, those of Spark and the hub, and the like, see `is_sidecar`."""
 UNREADABLE = "unreadable file"
 """Reason for files that are damaged, truncated, inaccessible, or without the column; each counts
 once."""

@@ -29,7 +29,12 @@ from elastrata_pipelines.preparation.deduplication import (
 from elastrata_pipelines.preparation.documents import Document, draw_held_out, read_documents
 from elastrata_pipelines.preparation.filters import FilterConfig, Filters
 from elastrata_pipelines.preparation.portions import NumberedPortion, Place, Repeats
-from elastrata_pipelines.preparation.provenance import UNREADABLE, count_reasons, sum_counts
+from elastrata_pipelines.preparation.provenance import (
+    SIDECAR,
+    UNREADABLE,
+    count_reasons,
+    sum_counts,
+)
 
 TRAINING, HELD_OUT = 0, 1
 _REASONS = ("", DUPLICATE, NEAR_DUPLICATE)
@@ -172,6 +177,8 @@ def screen_portion(config: PrepareConfig, numbered: NumberedPortion) -> Screened
         documents, repeated = remove_repeats(documents, numbered.repeats)
         left_out += repeated
     bad = [*read.problems, *found.problems]
+    if numbered.portion.sidecars:
+        left_out[SIDECAR] += numbered.portion.sidecars
     if config.bad_documents == "fail":
         return ScreenedDocuments(
             documents=documents, problems=(*read.fatal, *bad), skipped=dict(left_out)

@@ -4,13 +4,14 @@ machine."""
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import has_magic
 from pathlib import Path
 from posixpath import splitext
-from typing import Literal
+from typing import Any, Literal
 
 from fsspec.core import url_to_fs
 
@@ -19,11 +20,12 @@ from elastrata_pipelines.errors import escape_unprintable, pluralize
 from elastrata_pipelines.preparation.config import SourceConfig
 from elastrata_pipelines.preparation.local_files import (
     find_local,
+    is_sidecar,
     open_regular,
     to_local_name,
     utf8_name,
 )
-from elastrata_pipelines.storage import is_local
+from elastrata_pipelines.storage import is_absent, is_local
 
 Kind = Literal["text", "jsonl", "parquet"]
 
@@ -55,6 +57,8 @@ class SourceFile:
     compression: str | None
     stamp: str
     """Value that changes when the file does: a checksum if it is local, else the store's tag."""
+    modified: int = 0
+    """Time of a local file's last change before it was read, in nanoseconds; 0 if unknown."""
 
     @property
     def shown(self) -> str:
@@ -72,6 +76,8 @@ class FoundFiles:
     """One line for each path without files."""
     others: list[str]
     """One line for each entry of a folder, or match of a glob, that cannot be read as a file."""
+    sidecars: int
+    """Number of files and folders beside the data that were passed over."""
 
 
 def find_files(number: int, config: SourceConfig) -> FoundFiles:
@@ -80,9 +86,10 @@ def find_files(number: int, config: SourceConfig) -> FoundFiles:
     problems: list[str] = []
     empty: list[str] = []
     others: dict[str, None] = {}
+    sidecars: dict[str, None] = {}
     for path in config.paths:
         try:
-            found, other_entries = _expand(path)
+            found, other_entries, beside = _expand(path)
         # Every store raises errors of other classes.
         except Exception as error:
             problems.append(
@@ -91,8 +98,15 @@ def find_files(number: int, config: SourceConfig) -> FoundFiles:
             )
             continue
         others |= dict.fromkeys(other_entries)
+        sidecars |= dict.fromkeys(beside)
         filled = [entry for entry in found if entry.bytes]
-        if not found:
+        if not found and beside:
+            problems.append(
+                f"{escape_unprintable(path)}: nothing in it but {len(beside):,} files beside the "
+                f"data, such as {escape_unprintable(beside[0].rpartition('/')[2])}; a path that "
+                "names one reads it"
+            )
+        elif not found:
             problems.append(f"{escape_unprintable(path)}: no such file or folder, or nothing in it")
         elif not filled and found[0].is_itself:
             empty.append(f"{escape_unprintable(found[0].url)}: the file is empty")
@@ -106,7 +120,11 @@ def find_files(number: int, config: SourceConfig) -> FoundFiles:
     if not entries:
         problems += empty
     return FoundFiles(
-        _make_source_files(number, config, list(entries.values())), problems, list(others)
+        _make_source_files(number, config, list(entries.values())),
+        problems,
+        list(others),
+        # Another path may name one of them.
+        len(sidecars.keys() - entries.keys()),
     )
 
 
@@ -118,42 +136,54 @@ class _Entry:
     stamp: str
     is_itself: bool
     """Whether the configured path named exactly this file."""
+    modified: int = 0
 
 
-def _expand(path: str) -> tuple[list[_Entry], list[str]]:
-    """Return the files that a path denotes, by their names inside it, and lines for other
-    entries."""
+def _expand(path: str) -> tuple[list[_Entry], list[str], list[str]]:
+    """Return the files that a path denotes, by their names inside it, lines for other entries, and
+    the paths of sidecars."""
     if not is_local(path):
-        return list(_expand_url(path)), []
+        sidecars: list[str] = []
+        return list(_expand_url(path, sidecars)), [], sidecars
     plain = to_local_name(path.removeprefix("file://").removeprefix("local://"))
     root = str(Path(plain).expanduser().absolute())
     found = find_local(root)
     entries = [
-        _Entry(url, utf8_name(url[len(found.base) + 1 :]), size, _checksum(url, size), url == root)
+        _Entry(url, utf8_name(url[len(found.base) + 1 :]), size, stamp, url == root, modified)
         for url, size in found.sizes.items()
+        for stamp, modified in [_checksum(url, size)]
     ]
-    return entries, found.others
+    return entries, found.others, found.sidecars
 
 
-def _expand_url(url: str) -> Iterator[_Entry]:
+def _expand_url(url: str, sidecars: list[str]) -> Iterator[_Entry]:
+    """Yield the files of a URL, and add the others beside the data to `sidecars`."""
     fs, root = url_to_fs(url)
     if fs.isdir(root):
-        base = root.rstrip("/")
-        found = {name: info for name, info in fs.find(base, detail=True).items()
-                 if not is_hidden(name[len(base) + 1 :])}  # fmt: skip
-    elif fs.exists(root):
-        base, found = root.rpartition("/")[0], {root: fs.info(root)}
+        base, pattern = root.rstrip("/"), ""
+        found = fs.find(base, detail=True)
+    elif (info := _find_info(fs, root)) is not None:
+        base, _, pattern = root.rpartition("/")
+        found = {root: info}
     elif has_magic(root):
         base = root[: min(root.find(c) for c in "*?[" if c in root)].rpartition("/")[0]
+        pattern = root[len(base) + 1 :]
         found = {name: info for name, info in fs.glob(root, detail=True).items()
                  if info["type"] == "file"}  # fmt: skip
     else:
         return
     for name, info in sorted(found.items()):
-        tag = next((str(info[key]) for key in _TAGS if info.get(key)), "")
-        size = int(info["size"] or 0)
         full = str(fs.unstrip_protocol(name))
-        yield _Entry(full, name[len(base) + 1 :], size, tag, is_itself=full == url)
+        if is_sidecar(name[len(base) + 1 :], pattern):
+            sidecars.append(full)
+            continue
+        tag = next((str(info[key]) for key in _TAGS if info.get(key)), "")
+        size = info["size"]
+        # A server that sends an answer in chunks says neither its size nor, often, a tag.
+        if size is None:
+            with fs.open(name, "rb") as stream:
+                size, tag = _digest(stream, _CHUNK_BYTES)
+        yield _Entry(full, name[len(base) + 1 :], int(size), tag, is_itself=full == url)
 
 
 def kind_of(name: str, config: SourceConfig) -> tuple[Kind, str | None]:
@@ -165,24 +195,59 @@ def kind_of(name: str, config: SourceConfig) -> tuple[Kind, str | None]:
     return kind, compression
 
 
-def is_hidden(name: str) -> bool:
-    """Return whether a part of a path is hidden."""
-    return any(part.startswith(".") and part.strip(".") for part in name.split("/"))
+def find_changes(files: Iterable[SourceFile]) -> tuple[list[str], list[str]]:
+    """Return one line for each local file that was altered since it was found, and one for each
+    to which something was appended, which was not read."""
+    altered, longer = [], []
+    for file in files:
+        try:
+            status = Path(file.url).stat() if file.modified else None
+        # What was read of a file that is gone is still right.
+        except OSError:
+            continue
+        if status is None or (status.st_mtime_ns, status.st_size) == (file.modified, file.bytes):
+            continue
+        if status.st_size < file.bytes or _checksum(file.url, file.bytes)[0] != file.stamp:
+            altered.append(f"{file.shown}: was changed while it was read; prepare it again")
+        elif status.st_size > file.bytes:
+            longer.append(
+                f"{file.shown}: grew to {status.st_size:,} bytes; its first {file.bytes:,} were "
+                "read"
+            )
+    return altered, longer
 
 
-def _checksum(path: str, size: int) -> str:
-    digest = hashlib.blake2b(digest_size=8)
+def _find_info(fs: Any, path: str) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = fs.info(path)
+    except Exception as error:
+        if is_absent(error):
+            return None
+        raise OSError(str(error.__cause__ or error)) from None
+    return found
+
+
+def _checksum(path: str, size: int) -> tuple[str, int]:
+    """Return the checksum of a local file's first bytes, and the time of its last change in
+    nanoseconds; nothing if it cannot be read."""
     # Small files get small buffers: allocating and freeing megabytes would take longer than
     # reading.
-    chunk_bytes = min(size + 1, _CHUNK_BYTES)
     try:
-        with open_regular(path) as stream:
-            while chunk := stream.read(chunk_bytes):
-                digest.update(chunk)
+        with open_regular(path, size) as stream:
+            modified = os.fstat(stream.fileno()).st_mtime_ns
+            return _digest(stream, min(size + 1, _CHUNK_BYTES))[1], modified
     # Reading the file later reports the error with its position.
     except OSError:
-        return ""
-    return digest.hexdigest()
+        return "", 0
+
+
+def _digest(stream: Any, chunk_bytes: int) -> tuple[int, str]:
+    """Return the size of a stream and its checksum."""
+    digest, size = hashlib.blake2b(digest_size=8), 0
+    while chunk := stream.read(chunk_bytes):
+        digest.update(chunk)
+        size += len(chunk)
+    return size, digest.hexdigest()
 
 
 def _make_source_files(
@@ -193,7 +258,8 @@ def _make_source_files(
     for entry in found:
         kind, compression = kind_of(entry.name, config)
         file = SourceFile(source=number, url=entry.url, name=entry.name, bytes=entry.bytes,
-                          kind=kind, compression=compression, stamp=entry.stamp)  # fmt: skip
+                          kind=kind, compression=compression, stamp=entry.stamp,
+                          modified=entry.modified)  # fmt: skip
         seen[file.name] += 1
         files.append(
             # The number makes equal names from different paths unique.

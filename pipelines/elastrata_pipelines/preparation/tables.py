@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from elastrata_pipelines.errors import UserError, escape_unprintable
+from elastrata_pipelines.errors import UserError, escape_unprintable, suggest_nearest
 from elastrata_pipelines.preparation.config import SourceConfig
 from elastrata_pipelines.preparation.pieces import Piece
 from elastrata_pipelines.preparation.sources import SourceFile
@@ -29,9 +30,12 @@ def text_of_line(raw: bytes, field: str) -> str:
     row = _parse(raw)
     if not isinstance(row, dict):
         raise UserError(f"a JSON object was expected, not {type(row).__name__}")
-    if field not in row:
-        raise UserError(f"no field {field!r} ({NAMED_BY}); it has {_list_names(row)}")
-    text = row[field]
+    text = _find_field(row, field)
+    if text is _MISSING:
+        raise UserError(
+            f"no field {field!r} ({NAMED_BY}); it has {_list_names(row)}"
+            f"{_suggest_field(field, _text_fields(row))}"
+        )
     if not isinstance(text, str):
         raise UserError(f"field {field!r} is {type(text).__name__}, not text")
     # Only an escape can produce half of a surrogate pair: the line itself is valid UTF-8.
@@ -41,6 +45,36 @@ def text_of_line(raw: bytes, field: str) -> str:
     if raw.count(f'"{field}"'.encode()) > 1 and _count_field(raw, field) > 1:
         raise UserError(f"field {field!r} is there twice")
     return text
+
+
+_MISSING = object()
+
+
+def _find_field(row: Any, field: str) -> Any:
+    """Return the value of a field, `a.b` for the field b of the object in a."""
+    if not isinstance(row, dict):
+        return _MISSING
+    if field in row:
+        return row[field]
+    outer, dot, inner = field.partition(".")
+    return _find_field(row.get(outer), inner) if dot else _MISSING
+
+
+def _text_fields(row: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the name of every field with text, nested ones too."""
+    for name, value in row.items():
+        if isinstance(value, str):
+            yield prefix + name
+        elif isinstance(value, dict):
+            yield from _text_fields(value, f"{prefix}{name}.")
+
+
+def _suggest_field(field: str, text_fields: Iterable[str]) -> str:
+    """Return a hint at the nearest of the fields with text."""
+    names = [name for name in text_fields if len(name) <= _SHOWN_CHARACTERS]
+    # The text may be in a nested field of that name.
+    ends = [name for name in names if name.rpartition(".")[2] == field]
+    return suggest_nearest(ends[0] if ends else field, names)
 
 
 def is_encodable(text: str) -> bool:
@@ -102,22 +136,40 @@ def parquet_pieces(
         columns=[config.text_field],
         use_threads=False,
     ):
-        piece = _rows_piece(file, row, offset, batch.column(0).cast(pa.large_string()))
+        column = batch.column(0)
+        while pa.types.is_struct(column.type):
+            # Only the requested field was read.
+            column = pc.struct_field(column, [0])
+        piece = _rows_piece(file, row, offset, column.cast(pa.large_string()))
         yield piece
         row, offset = row + batch.num_rows, offset + len(piece.data)
 
 
 def _check_column(schema: pa.Schema, name: str) -> None:
+    kinds = dict(_columns(schema))
     count = schema.names.count(name)
-    if count != 1:
+    if count > 1 or name not in kinds:
         some = ", ".join(map(escape_unprintable, schema.names[:_SHOWN_COLUMNS]))
         more = ", ..." if len(schema.names) > _SHOWN_COLUMNS else ""
         found = f"{count} columns are named {name!r}" if count else f"no column {name!r}"
-        raise OSError(f"{found} ({NAMED_BY}); it has {some}{more}")
-    kind = schema.field(name).type
-    text = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not any(is_text(text) for is_text in _TEXT_TYPES):
-        raise OSError(f"column {name!r} holds {kind}, not text")
+        texts = [other for other, kind in kinds.items() if _is_text(kind)]
+        hint = "" if count else _suggest_field(name, texts)
+        raise OSError(f"{found} ({NAMED_BY}); it has {some}{more}{hint}")
+    if not _is_text(kinds[name]):
+        raise OSError(f"column {name!r} holds {kinds[name]}, not text")
+
+
+def _columns(fields: Iterable[pa.Field], prefix: str = "") -> Iterator[tuple[str, pa.DataType]]:
+    """Yield the name and type of every column, `a.b` for the field b of the structs in a."""
+    for field in fields:
+        yield prefix + field.name, field.type
+        if pa.types.is_struct(field.type):
+            yield from _columns(field.type, f"{prefix}{field.name}.")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return any(is_text(plain) for is_text in _TEXT_TYPES)
 
 
 _TEXT_TYPES: tuple[Any, ...] = (
