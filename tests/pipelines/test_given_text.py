@@ -113,7 +113,7 @@ def test_a_folder_without_data_says_what_is_in_it(tmp_path: Path) -> None:
     (tmp_path / "_SUCCESS").touch()
     (line,) = find_files(0, _source(tmp_path)).problems
     assert line == (
-        f"{tmp_path}: nothing in it but 1 files beside the data, such as _SUCCESS; a path that "
+        f"{tmp_path}: nothing in it but 1 file beside the data, such as _SUCCESS; a path that "
         "names one reads it"
     )
 

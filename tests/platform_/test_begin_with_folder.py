@@ -160,7 +160,7 @@ def test_rows_without_an_id_of_the_tokenizer_are_kept(
     model = save_theirs(kind, tmp_path / "padded", num_ids=VOCABULARY + 7)
     begun = _begun(folder, kind, begin_with=str(tmp_path / "padded"))
     place = f"begin_with.weights: {tmp_path / 'padded'}"
-    assert begun.lines[-1] == f"{place}: 7 rows without an id of the tokenizer are kept"
+    assert begun.lines[-1] == f"{place}: 7 rows without an id of the tokenizer kept"
     # The softmax is over all rows, as in transformers.
     theirs_loss = their_loss(model, _recipe(folder, kind))
     assert begun.loss() == pytest.approx(theirs_loss, **CLOSE)

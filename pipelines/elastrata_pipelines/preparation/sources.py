@@ -102,8 +102,8 @@ def find_files(number: int, config: SourceConfig) -> FoundFiles:
         filled = [entry for entry in found if entry.bytes]
         if not found and beside:
             problems.append(
-                f"{escape_unprintable(path)}: nothing in it but {len(beside):,} files beside the "
-                f"data, such as {escape_unprintable(beside[0].rpartition('/')[2])}; a path that "
+                f"{escape_unprintable(path)}: nothing in it but {pluralize(len(beside), 'file')} beside "
+                f"the data, such as {escape_unprintable(beside[0].rpartition('/')[2])}; a path that "
                 "names one reads it"
             )
         elif not found:

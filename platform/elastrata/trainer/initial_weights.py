@@ -29,7 +29,7 @@ from elastrata.run.folder import RUN_FILE, DataSet, Parent, read_identity, read_
 from elastrata.trainer.preflight import TrainingData
 from elastrata.workload.hf_mapping import Counterpart, HasCounterpart
 from elastrata.workload.workload import Workload
-from elastrata_pipelines.errors import UserError, suggest_nearest
+from elastrata_pipelines.errors import UserError, pluralize, suggest_nearest
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.format.manifest import TOKENIZER_DIR
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
@@ -69,7 +69,9 @@ def find_parent(
     if new > 0:
         warn(f"{_KEY}: {begin.weights}: the rows of {new:,} new ids are drawn")
     elif more := found.num_ids - data.vocabulary.size:
-        warn(f"{_KEY}: {begin.weights}: {more:,} rows without an id of the tokenizer are kept")
+        warn(
+            f"{_KEY}: {begin.weights}: {pluralize(more, 'row')} without an id of the tokenizer kept"
+        )
     return found
 
 
