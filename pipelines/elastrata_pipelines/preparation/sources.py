@@ -101,10 +101,10 @@ def find_files(number: int, config: SourceConfig) -> FoundFiles:
         sidecars |= dict.fromkeys(beside)
         filled = [entry for entry in found if entry.bytes]
         if not found and beside:
+            files, name = pluralize(len(beside), "file"), beside[0].rpartition("/")[2]
             problems.append(
-                f"{escape_unprintable(path)}: nothing in it but {pluralize(len(beside), 'file')} beside "
-                f"the data, such as {escape_unprintable(beside[0].rpartition('/')[2])}; a path that "
-                "names one reads it"
+                f"{escape_unprintable(path)}: nothing in it but {files} beside the data, such as "
+                f"{escape_unprintable(name)}; a path that names one reads it"
             )
         elif not found:
             problems.append(f"{escape_unprintable(path)}: no such file or folder, or nothing in it")
