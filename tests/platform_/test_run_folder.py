@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.yaml_reader import with_given
+from elastrata.run.claim import folder_kind
 from elastrata.run.folder import (
+    GIVEN_FILE,
     RECIPE_FILE,
     DataSet,
     RunIdentity,
@@ -51,6 +55,44 @@ def test_a_recipe_that_was_cut_is_not_taken_for_another(
     run.write(whole[: whole.index(b"hidden_size")], RECIPE_FILE)
     with pytest.raises(UserError, match=r"recipe\.yaml: altered since .*; put back what it was"):
         read(run, identity)
+
+
+def test_the_short_recipe_is_kept_as_it_was_given(tmp_path: Path) -> None:
+    short = "# why so short\nextends: bert/tiny  # the base\ndata: {path: d}\n"
+    (tmp_path / "mine.yaml").write_text(short, encoding="utf-8")
+    run = Storage(str(tmp_path / "run"))
+    recipe = load_recipe(str(tmp_path / "mine.yaml"), ["optimizer.lr=3e-4", "steps=7"])
+    # As the driver changes it, and as a job receives it.
+    write_identity(run, IDENTITY, recipe.model_copy(update={"steps": 8}))
+    expected = f"{short}# with\n# optimizer.lr=3e-4\n# steps=7\n"
+    assert run.read(GIVEN_FILE).decode() == expected
+    (tmp_path / "job.yaml").write_text(with_given(recipe.given, to_yaml(recipe)), encoding="utf-8")
+    shipped = load_recipe(str(tmp_path / "job.yaml"), ["name=x"])
+    assert shipped.given == f"{expected}# with\n# name=x\n"
+    assert shipped == recipe.model_copy(update={"name": "x"})
+    assert read_resumed_recipe(run).given == expected
+    assert read_resumed_recipe(run, ["steps=9"]).given == f"{expected}# with\n# steps=9\n"
+    # It can be used again, and nothing else reads it.
+    run.write(b"steps: [", GIVEN_FILE)
+    assert read_resumed_recipe(run).steps == 8
+    assert load_recipe("bert/tiny", ["data.path=d"]).given == (
+        "extends: bert/tiny\n# with\n# data.path=d\n"
+    )
+    assert recipe == Recipe.model_validate(recipe.model_dump())
+    assert "given" not in to_yaml(recipe)
+
+
+def test_a_recipe_made_in_python_has_no_short_form(tmp_path: Path) -> None:
+    run, recipe = Storage(str(tmp_path)), Recipe.model_validate(tiny_recipe("d", "runs"))
+    write_identity(run, IDENTITY, recipe)
+    assert not run.exists(GIVEN_FILE)
+    assert read_resumed_recipe(run).given is None
+
+
+def test_a_kill_between_the_recipes_and_the_run_file_leaves_a_folder_to_use(tmp_path: Path) -> None:
+    for name in ("driver.json", RECIPE_FILE, GIVEN_FILE):
+        (tmp_path / name).write_bytes(b"")
+    assert folder_kind(Storage(str(tmp_path))) == "nothing"
 
 
 def _continued(tmp_path: Path, before: dict[str, object], now: dict[str, object]) -> None:

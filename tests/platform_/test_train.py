@@ -119,7 +119,7 @@ def _assert_logged_once(recipe: Path, name: str, run_id: str) -> None:
     (output,) = run_record.outputs.model_outputs
     assert client.get_logged_model(output.model_id).params["step"] == str(STEPS)
     artifacts = {item.path for item in client.list_artifacts(run_id)}
-    assert artifacts == {"recipe.yaml", "report.json", "plots"}
+    assert artifacts == {"recipe.yaml", "given.yaml", "report.json", "plots"}
     of_that_name = f"tags.mlflow.runName = '{name}'"
     assert len(client.search_runs([run_record.info.experiment_id], of_that_name)) == 1
 

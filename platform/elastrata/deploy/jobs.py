@@ -29,6 +29,7 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 from elastrata.deploy.clusters import find_cluster_file, is_launcher_file
 from elastrata.recipe.file import to_yaml
 from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.yaml_reader import with_given
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.url_secrets import NO_SECRET, hide_unrecorded_parts
@@ -81,7 +82,8 @@ def submit(
         )
     command = ["python3", "-m", "elastrata.deploy.job_entrypoint", version("elastrata"), str(tries)]
     with tempfile.TemporaryDirectory() as folder, job_server_errors(server):
-        (Path(folder) / RECIPE).write_text(to_yaml(recipe), encoding="utf-8")
+        text = with_given(recipe.given, to_yaml(recipe))
+        (Path(folder) / RECIPE).write_text(text, encoding="utf-8")
         return server.submit_job(
             entrypoint=shlex.join([*command, RECIPE, "--name", name]),
             # A run may be submitted several times, but the id of a job is unique.

@@ -29,6 +29,7 @@ from elastrata.run.claim import check_folder, check_parent, claim, is_copy
 from elastrata.run.consistency import check_continuation, find_commit, go_back, is_begun
 from elastrata.run.facts import data_params, recipe_params, start_tags
 from elastrata.run.folder import (
+    GIVEN_FILE,
     RECIPE_FILE,
     RUN_FILE,
     DataSet,
@@ -351,6 +352,8 @@ def _open_record(
         is_copy=is_copied,
     )
     tracker.log_artifact(RECIPE_FILE, to_yaml(recorded_recipe).encode())
+    if recipe.given is not None:
+        tracker.log_artifact(GIVEN_FILE, recipe.given.encode(errors="backslashreplace"))
     new_identity = RunIdentity(
         name=name,
         data=data.data_sets,

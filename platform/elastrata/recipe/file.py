@@ -52,6 +52,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     problems += [f"{text.origin(path)}: {line}" for path, line in cross_field_problems(recipe)]
     if problems:
         raise UserError(*problems)
+    recipe.__dict__["given"] = text.given
     return recipe
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from html import escape
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -417,6 +418,14 @@ class Recipe(PhaseKeys):
     def steps_in_all(self) -> int:
         """Number of optimizer steps of the whole run."""
         return sum(part.num_steps for part in self.parts)
+
+    @cached_property
+    def given(self) -> str | None:
+        """The short text from which `load_recipe` read the recipe; None if it was made in Python.
+
+        It is only kept beside a run, and takes part in no comparison.
+        """
+        return None
 
     def without_preparation(self) -> Recipe:
         """Return the recipe for records, without `data.prepare`."""

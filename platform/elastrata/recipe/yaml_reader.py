@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from elastrata_pipelines.url_secrets import hide_secrets, hide_unrecorded_parts
 
 COMMAND_LINE = "command line"
 _EXTENDS = "extends"
+_GIVEN = "#| "
+"""Start of the lines in which a submitted recipe holds the short one."""
 _MOST_BASES = 32
 _MOST_SHOWN = 200
 
@@ -34,6 +37,8 @@ class RecipeText:
     """By dotted path, the file that set the value last, or `command line`."""
     files: list[str] = field(default_factory=list)
     """Files of the recipe, the farthest base first."""
+    given: str = ""
+    """The recipe as the user gave it: its own file, and the overrides as comments."""
 
     def origin(self, path: Sequence[str]) -> str:
         """Return the file that set the value at `path`, or the section in which it is missing."""
@@ -75,7 +80,26 @@ def read_recipe_text(
     ]
     if problems:
         raise UserError(*dict.fromkeys(problems))
+    own = read_text(path, name_or_path) if is_file else f"{_EXTENDS}: {name_or_path}\n"
+    text.given = append_overrides(_extract_given(own), overrides)
     return text
+
+
+def append_overrides(given: str, overrides: Sequence[str]) -> str:
+    """Return the text of a recipe with overrides as comments at its end."""
+    lines = [f"# {line}" for line in (hide_secrets(one) for one in overrides)]
+    return "\n".join([given.rstrip("\n"), *(["# with"] if lines else []), *lines, ""])
+
+
+def with_given(given: str | None, text: str) -> str:
+    """Return the text of a complete recipe that begins with the short one, as comments."""
+    return "".join(f"{_GIVEN}{line}\n" for line in (given or "").splitlines()) + text
+
+
+def _extract_given(text: str) -> str:
+    """Return the short recipe that a complete one begins with, or else the text itself."""
+    lines = list(takewhile(lambda line: line.startswith(_GIVEN), text.splitlines()))
+    return hide_secrets("\n".join(line.removeprefix(_GIVEN) for line in lines) or text)
 
 
 def find_recipe(name_or_path: str, beside: Path | None = None) -> Path:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
-from elastrata.run.folder import RECIPE_FILE, RUN_FILE
+from elastrata.run.folder import GIVEN_FILE, RECIPE_FILE, RUN_FILE
 from elastrata.run.ownership import DRIVER_FILE, Ownership, own_run
 from elastrata.run.status import State, status
 from elastrata_pipelines.errors import UserError, suggest_nearest
@@ -179,8 +179,8 @@ def _kind_of(names: set[str]) -> Kind | Literal["nothing", "other files"]:
     visible_names = {name for name in names if not name.startswith(".")}
     # A recipe is written just before the marker of its folder: a kill in between leaves only the
     # recipe.
-    first_files = {DRIVER_FILE, RECIPE_FILE} if DRIVER_FILE in names else {DRIVER_FILE}
-    return "nothing" if visible_names <= first_files else "other files"
+    recipes = {RECIPE_FILE, GIVEN_FILE} if DRIVER_FILE in names else set()
+    return "nothing" if visible_names <= {DRIVER_FILE} | recipes else "other files"
 
 
 def _name_some(names: set[str]) -> str:

@@ -138,7 +138,8 @@ def mixtures_of(record: Mixtures | None, num_phases: int) -> tuple[Mixture | Non
     )
 
 
-RUN_FILE, RECIPE_FILE = "run.json", "recipe.yaml"
+RUN_FILE, RECIPE_FILE, GIVEN_FILE = "run.json", "recipe.yaml", "given.yaml"
+"""Files with the identity, the complete recipe, and the short one as the user gave it."""
 Text = Annotated[str, Field(min_length=1, max_length=10_000)]
 MAY_CHANGE = (
     "name",
@@ -234,6 +235,8 @@ def write_identity(run: Storage, identity: RunIdentity, recipe: Recipe) -> None:
     )
     # run.json comes last: it makes the folder a run.
     run.write(dumped, RECIPE_FILE)
+    if recipe.given is not None:
+        run.write(recipe.given.encode(errors="backslashreplace"), GIVEN_FILE)
     run.write(complete_identity.model_dump_json(indent=1).encode(), RUN_FILE)
 
 
@@ -391,6 +394,7 @@ def read_resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
         UserError: there is no such run, its recipe is damaged, or the overrides are invalid.
     """
     from elastrata.recipe.file import load_recipe, parse_stored_recipe, to_yaml
+    from elastrata.recipe.yaml_reader import append_overrides
 
     identity = read_identity(run)
     if identity is None:
@@ -410,11 +414,14 @@ def read_resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
         copy.write(to_yaml(stored).encode())
         copy.flush()
         try:
-            return load_recipe(copy.name, [*stored_overrides, *overrides])
+            recipe = load_recipe(copy.name, [*stored_overrides, *overrides])
         except UserError as error:
             # Messages must name the run's file, not the temporary copy.
             lines = (line.replace(copy.name, run.uri(RECIPE_FILE)) for line in error.problems)
             raise UserError(*lines) from None
+    given = run.read(GIVEN_FILE).decode(errors="replace") if run.exists(GIVEN_FILE) else None
+    recipe.__dict__["given"] = given and append_overrides(given, overrides)
+    return recipe
 
 
 def _data_keys(run: Storage, identity: RunIdentity) -> Iterator[tuple[str, DataSet]]:

@@ -23,6 +23,7 @@ from elastrata.checkpoints.commit import (
 from elastrata.run import history
 from elastrata.run.claim import claim, folder_kind
 from elastrata.run.folder import (
+    GIVEN_FILE,
     RECIPE_FILE,
     RUN_FILE,
     DataSet,
@@ -346,7 +347,7 @@ def begin_fork(fork: Fork) -> None:
                 _write(fork)
             except BaseException:
                 # run.json is the last file, so it cannot exist here.
-                for name in ("checkpoints", "history", RECIPE_FILE):
+                for name in ("checkpoints", "history", RECIPE_FILE, GIVEN_FILE):
                     fork.run.delete(name)
                 raise
     except OSError as error:
