@@ -1,4 +1,4 @@
-"""Additions to the site: files outside docs/ that pages link to, and the options of commands."""
+"""Additions to mkdocs: files outside docs/ that pages link to, and a check of the site."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import typer
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-
-from elastrata.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -36,15 +33,10 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: Any, files: Files) -> str:
-    """Point links to where the site has their targets, and describe the options of commands."""
+    """Point links to where the site has their targets."""
     source = Path(page.file.abs_src_path or "")
     folder = Path(page.file.src_uri).parent
-    markdown = _LINK.sub(
-        lambda link: os.path.relpath(_uri(_target(source, link[0])), folder), markdown
-    )
-    if page.file.src_uri == "reference/commands.md":
-        markdown = re.sub(r"^### (\w+)\n", _with_options, markdown, flags=re.MULTILINE)
-    return markdown
+    return _LINK.sub(lambda link: os.path.relpath(_uri(_target(source, link[0])), folder), markdown)
 
 
 def on_post_page(output: str, *, page: Page, config: Any) -> str:
@@ -66,18 +58,3 @@ def _uri(path: Path) -> str:
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     return f"repository/{path.relative_to(ROOT).as_posix()}"
-
-
-def _with_options(heading: re.Match[str]) -> str:
-    """Return the heading of a command, with a table of its arguments and options."""
-    command: Any = typer.main.get_command(app).commands[heading[1]]  # type: ignore[attr-defined]
-    commands = getattr(command, "commands", None) or {heading[1]: command}
-    lines = [heading[0], "| option | meaning |", "|---|---|"]
-    for parameter in (p for c in commands.values() for p in c.params if not p.hidden):
-        names = [*parameter.opts, *parameter.secondary_opts]
-        shown = ", ".join(f"`{name}`" for name in names if name.startswith("-"))
-        text = " ".join((getattr(parameter, "help", None) or "").split()).replace("|", "\\|")
-        if text:
-            argument = f"`{parameter.metavar or str(parameter.name).upper()}`"
-            lines.append(f"| {shown or argument} | {text} |")
-    return "\n".join([*lines, "", ""])

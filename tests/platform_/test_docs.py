@@ -19,12 +19,14 @@ import yaml
 
 from elastrata.cli.main import app, run
 from elastrata.driver.doctor import Finding
+from elastrata.driver.prometheus import BY_SET, BY_SOURCE, BY_USE, GAUGES
 from elastrata.driver.result import TrainResult
 from elastrata.planner.cluster import cluster_schema, read_cluster
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.schema import file_keys, key_reference, recipe_keys, recipe_schema
 from elastrata.recipe.yaml_reader import available_recipes, parse_yaml
 from elastrata.sweeps.config import load_sweep, sweep_schema
+from support.command_page import command_page
 from support.documented import documented_keys
 from support.synthetic import write_data_set
 
@@ -103,6 +105,21 @@ def test_every_command_is_documented() -> None:
         re.MULTILINE,
     )
     assert set(sections) == COMMANDS
+
+
+def test_the_page_of_commands_is_current() -> None:
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    assert page == command_page(), "python tests/support/command_page.py"
+
+
+def test_every_metric_and_every_kind_of_entry_is_documented() -> None:
+    page = (ROOT / "docs" / "reference" / "records.md").read_text(encoding="utf-8")
+    metrics = {**GAUGES, **BY_SOURCE, **BY_SET, **BY_USE}
+    entries = (ROOT / "platform/elastrata/run/entries.py").read_text(encoding="utf-8")
+    kinds = re.findall(r'kind: Literal\["(\w+)"\]', entries)
+    assert len(metrics) > 10 < len(kinds)
+    names = [*(metric.removeprefix("elastrata_") for metric in metrics), *kinds]
+    assert [name for name in names if f"`{name}`" not in page] == []
 
 
 def test_the_keys_of_train_are_those_of_its_result() -> None:
