@@ -52,7 +52,7 @@ def run_name(recipe: Recipe) -> str:
         UserError: the recipe has no name, which is possible if it was made in Python.
     """
     if recipe.name is None:
-        raise UserError("name: missing: expected the run's name; the same name continues it")
+        raise UserError("name: missing: expected the run's name; an existing run is continued")
     return recipe.name
 
 
@@ -85,7 +85,7 @@ def train(
     if isinstance(recipe, str | os.PathLike):
         recipe = load_recipe(os.fspath(recipe), _to_lines(overrides))
     elif overrides:
-        raise UserError("overrides: expected none with a Recipe: give a file or a recipe's name")
+        raise UserError("overrides: not allowed with a Recipe: pass a file or a recipe's name")
 
     def run(recipe: Recipe, show: Callable[[Event], None]) -> TrainResult:
         return train_on_ray(recipe, name=name, address=address, show=show, go_on_from=go_on_from)
@@ -274,7 +274,7 @@ def sweep(
     from elastrata.terminal.sweep_progress import SweepProgress
 
     if config.name is None:
-        raise UserError("name: missing: expected the sweep's name; the same name continues it")
+        raise UserError("name: missing: expected the sweep's name; an existing sweep is continued")
     if show is not None:
         return sweep_on_ray(config, name=config.name, address=address, show=show, warn=warn)
     with SweepProgress(config.space, open_console(as_json=False)) as progress:

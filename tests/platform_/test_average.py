@@ -168,7 +168,7 @@ def test_sparse_weights_have_none() -> None:
     sparse = {"method": "static", "level": 0.5}
     recipe = Recipe.model_validate(tiny_recipe("data", "runs", sparsity=sparse, average={}))
     assert [line for _, line in cross_field_problems(recipe)] == [
-        "average: expected none with sparsity, as an average of weights is zero only where all of "
+        "average: not allowed with sparsity, because an average of weights is zero only if all of "
         "them are"
     ]
 

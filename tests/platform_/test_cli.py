@@ -144,7 +144,7 @@ def test_inspect_shows_the_parameter_groups_of_a_recipe(
     assert result["parameters"] == sum(group["parameters"] for group in result["groups"])
     recipe.write_text("extends: bert/tiny\ndata: {prepare: null}\n", encoding="utf-8")
     assert run(["inspect", str(recipe)]) == 2
-    assert "no data set here, whose tokenizer" in capsys.readouterr().err
+    assert "no data set here; its tokenizer" in capsys.readouterr().err
 
 
 def test_inspect_tells_of_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

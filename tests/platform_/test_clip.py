@@ -227,7 +227,7 @@ def test_a_poisoned_batch_is_left_out(scope, recipe) -> None:
                 "parallel": {"replicate": 2},
             },
             "clip.scope: 'local': expected workers.min above parallel.replicate (2): a copy of the "
-            "model on one worker is never clipped before its sum; or scope reduced",
+            "model on a single worker is not clipped before its sum; or scope reduced",
         ),
         (
             {
@@ -237,8 +237,8 @@ def test_a_poisoned_batch_is_left_out(scope, recipe) -> None:
                 "parallel": {"pipeline": 2, "replicate": 2},
             },
             "clip.scope: 'local': expected workers.min / parallel.pipeline above "
-            "parallel.replicate (2): a copy of the model on one worker is never clipped before its "
-            "sum; or scope reduced",
+            "parallel.replicate (2): a copy of the model on a single worker is not clipped before "
+            "its sum; or scope reduced",
         ),
     ],
 )

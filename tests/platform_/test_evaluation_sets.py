@@ -123,8 +123,8 @@ def test_names_that_are_taken_are_told_at_once(
     data = {"path": "data", "sources": [{"name": "web"}]}
     told = " ".join(problems(tmp_path, capsys, sets, data=data))
     for line in (
-        "evaluation.sets.0.name: web: that of a source of the data",
-        "evaluation.sets.2.name: a: that of sets.1",
-        "evaluation.sets.3.name: loss: that of the loss itself",
+        "evaluation.sets.0.name: web: already names a source of the data",
+        "evaluation.sets.2.name: a: already names sets.1",
+        "evaluation.sets.3.name: loss: already names the loss itself",
     ):
         assert line in told

@@ -211,9 +211,9 @@ def phased(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("steps=8", "command line: steps: 8: no phase takes it, as each has its own: expected "),
-        ("epochs=1", "command line: epochs: 1: no phase takes it"),
-        ("tokens=9000", "command line: tokens: 9000: no phase takes it"),
+        ("steps=8", "command line: steps: 8: unused, because every phase has its own: expected "),
+        ("epochs=1", "command line: epochs: 1: unused, because every phase"),
+        ("tokens=9000", "command line: tokens: 9000: unused, because every phase"),
         ("phases.0.steps=3", "phases.0.steps: 3: expected 5 steps: the parent, "),
         ("phases.0.steps=7", "phases.0.steps: 7: expected 5 steps: the parent, "),
         ("phases.1.steps=4", "phases.1.steps: 4: expected more than 5 steps: the parent, "),

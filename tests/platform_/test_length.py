@@ -69,7 +69,7 @@ def test_steps_for_are_the_fewest_that_have_the_samples(
 
 def test_steps_of_data_that_is_not_there_are_asked_for_in_vain(tmp_path: Path) -> None:
     recipe = resolve_steps(_recipe(tmp_path, epochs=3))
-    with pytest.raises(UserError, match=r"epochs: 3\.0: how many steps that is depends on"):
+    with pytest.raises(UserError, match=r"epochs: 3\.0: the number of steps depends on"):
         _ = recipe.steps_in_all
 
 
@@ -93,7 +93,7 @@ def test_two_lengths_in_one_place_are_one_too_many(data: tuple[Path, Manifest]) 
     folder = data[0]
     values = tiny_recipe(folder, folder / "runs", steps=5) | {"epochs": 2, "name": "two"}
     (folder / "two.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    with pytest.raises(UserError, match=r"epochs: 2\.0: expected without steps") as raised:
+    with pytest.raises(UserError, match=r"epochs: 2\.0: not allowed with steps") as raised:
         load_recipe(str(folder / "two.yaml"))
     assert len(raised.value.problems) == 1
 
@@ -104,7 +104,7 @@ def test_a_warm_up_may_be_a_share_of_the_steps() -> None:
         rates = [learning_rate(one, peak=1.0, step=step, steps=200) for one in (share, steps)]
         assert rates[0] == rates[1]
     assert ScheduleConfig(warmup_ratio=0.9).warmup(1) == 0
-    with pytest.raises(ValueError, match="expected without warmup_steps"):
+    with pytest.raises(ValueError, match="not allowed with warmup_steps"):
         ScheduleConfig(warmup_ratio=0.1, warmup_steps=5)
 
 

@@ -166,12 +166,12 @@ def test_a_speed_that_cannot_be_is_refused(
     ("fewer", "changes", "expected"),
     [
         ({"T4": 0}, {}, "workers.micro_batch_tokens.T4: 0: expected"),
-        ({"T4": 128}, {}, "T4: 128: expected fewer than micro_batch_tokens (128), which all"),
+        ({"T4": 128}, {}, "T4: 128: expected fewer than micro_batch_tokens (128), the value"),
         ({"T4": 1}, {}, "workers.micro_batch_tokens.T4: 1: "),
         (
             {"T4": 64},
             {"parallel": {"virtual_ranks": 4}},
-            "workers.micro_batch_tokens: {'T4': 64}: expected none where parallel.virtual_ranks",
+            "workers.micro_batch_tokens: {'T4': 64}: not allowed if parallel.virtual_ranks",
         ),
     ],
 )

@@ -116,10 +116,10 @@ def test_gradients_of_several_micro_batches_lie_sharded(recipe: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"pipeline": 2}, "which sums gradients up after all backward passes"),
-        ({"virtual_ranks": 4}, "which adds up in an order"),
-        ({"overlap_on_cpu": True}, "waits for one sum per step"),
-        ({"clip": {"method": "bucketwise", "scope": "local"}}, "clips a worker's part"),
+        ({"pipeline": 2}, "which sums gradients after all backward passes"),
+        ({"virtual_ranks": 4}, "which sums in a fixed order"),
+        ({"overlap_on_cpu": True}, "needs one sum per step"),
+        ({"clip": {"method": "bucketwise", "scope": "local"}}, "clips each worker's part"),
     ],
 )
 def test_where_gradients_are_summed_once(
@@ -209,8 +209,8 @@ def test_checkpoints_of_whole_copies_go_on_sharded_and_back(tmp_path: Path) -> N
         (
             {"parallel": {"virtual_ranks": 2, **BF16}, "optimizer": {"lr": 1, "fused": False}},
             ("parallel", "reduce_dtype"),
-            "parallel.reduce_dtype: 'bf16': expected fp32 where parallel.virtual_ranks is set, "
-            "which adds up in an order and in fp32",
+            "parallel.reduce_dtype: 'bf16': expected fp32 if parallel.virtual_ranks is set, "
+            "which sums in a fixed order and in fp32",
         ),
         (
             {
@@ -218,26 +218,26 @@ def test_checkpoints_of_whole_copies_go_on_sharded_and_back(tmp_path: Path) -> N
                 "optimizer": {"lr": 1, "fused": False},
             },
             ("parallel", "overlap_on_cpu"),
-            "parallel.overlap_on_cpu: True: expected false where parallel.virtual_ranks is set, "
-            "which adds up in an order and in fp32",
+            "parallel.overlap_on_cpu: True: expected false if parallel.virtual_ranks is set, "
+            "which sums in a fixed order and in fp32",
         ),
         (
             {"parallel": BF16, "clip": {"method": "bucketwise"}},
             ("parallel", "reduce_dtype"),
-            "parallel.reduce_dtype: 'bf16': expected fp32 where clip.method is bucketwise, which "
-            "sees every bucket before or after its sum",
+            "parallel.reduce_dtype: 'bf16': expected fp32 if clip.method is bucketwise, which "
+            "clips every bucket before or after its sum",
         ),
         (
             {"parallel": {"overlap_on_cpu": True}, "clip": {"method": "bucketwise"}},
             ("parallel", "overlap_on_cpu"),
-            "parallel.overlap_on_cpu: True: expected false where clip.method is bucketwise, which "
-            "sees every bucket before or after its sum",
+            "parallel.overlap_on_cpu: True: expected false if clip.method is bucketwise, which "
+            "clips every bucket before or after its sum",
         ),
         (
             {"parallel": REPLICAS, "clip": {"method": "bucketwise", "scope": "local"}},
             ("clip", "scope"),
-            "clip.scope: 'local': expected reduced where parallel.replicate is all: a copy of the "
-            "model on one worker is never clipped before its sum",
+            "clip.scope: 'local': expected reduced if parallel.replicate is all: a copy of the "
+            "model on a single worker is not clipped before its sum",
         ),
         (
             {
@@ -245,8 +245,8 @@ def test_checkpoints_of_whole_copies_go_on_sharded_and_back(tmp_path: Path) -> N
                 "optimizer": {"lr": 1, "fused": False},
             },
             ("parallel", "replicate"),
-            "parallel.replicate: 'all': expected 1 where parallel.virtual_ranks is set, as copies "
-            "would add up in another order",
+            "parallel.replicate: 'all': expected 1 if parallel.virtual_ranks is set, because "
+            "copies would be summed in another order",
         ),
     ],
 )

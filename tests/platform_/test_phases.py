@@ -109,16 +109,16 @@ def test_every_phase_has_its_own_schedule(folder: Path) -> None:
         (
             "phases.1.optimizer.betas=[0.8, 0.9]",
             "phases.1.optimizer.betas: [0.8, 0.9]: expected [0.9, 0.98], as in the first phase: "
-            "the optimizer's state goes on; only lr may change",
+            "the optimizer's state carries over; only lr may change",
         ),
         (
             "phases.2.data.window_stripes=9",
             "phases.2.data.window_stripes: 9: expected 4, as in an earlier phase, whose order this "
-            "one goes on with",
+            "one continues",
         ),
         (
             "batch_size_warmup={start: 2, steps: 3}",
-            "batch_size_warmup: every phase would have it: expected it inside one of the phases",
+            "batch_size_warmup: would apply to every phase: expected it inside one of the phases",
         ),
         ("workers={min: 16, max: 16}", "phases.1.batch_size: 15: expected at least workers.min"),
     ],

@@ -25,8 +25,7 @@ def _problems(**changes: Any) -> list[Any]:
         (
             {"parallel": {"virtual_stages": 2}},
             ("parallel", "virtual_stages"),
-            "parallel.virtual_stages: 2: expected parallel.pipeline of 2 or more, whose stages it "
-            "is about",
+            "parallel.virtual_stages: 2: requires parallel.pipeline of 2 or more",
         ),
         (
             {"parallel": {"pipeline": 8}, "workers": {"min": 8, "max": 8}},

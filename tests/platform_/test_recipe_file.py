@@ -156,8 +156,8 @@ def test_all_mistakes_at_once_each_with_its_place(folder: Path) -> None:
         ("clip.max_norm=0", "command line: clip.max_norm: 0: expected a number above 0"),
         (
             "evaluation={every: 3, every_samples: 9}",
-            "command line: evaluation: needs either every (steps) or every_samples, the other one "
-            "null",
+            "command line: evaluation: needs either every (steps) or every_samples, and null for "
+            "the other",
         ),
         (
             "target={metric: eval/loss, at_least: 1, at_most: 2}",

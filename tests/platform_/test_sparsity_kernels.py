@@ -66,10 +66,10 @@ def test_a_cpu_has_none() -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["precision=fp32"], "expected precision bf16, not fp32: the kernels have no other"),
+        (["precision=fp32"], "expected precision bf16, not fp32: the kernels support no other"),
         (
             ["precision=bf16", "parallel.tensor=2"],
-            "expected parallel.tensor 1, not 2: a layer that is divided has no kernels",
+            "expected parallel.tensor 1, not 2: divided layers have no kernels",
         ),
         (
             ["precision=bf16", "workload.hidden_size=96", "workload.num_heads=2"],

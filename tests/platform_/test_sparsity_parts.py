@@ -172,7 +172,7 @@ def test_a_file_of_masks_vouches_for_itself(tmp_path: Path) -> None:
     altered[-3] ^= 4
     for content in (bytes(altered), data.replace(b'"checksum"', b'"checksom"'), b"", data[:-1]):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="no file of masks, or a damaged one"):
+        with pytest.raises(UserError, match="not a file of masks, or damaged"):
             read_masks(str(path), SHAPES)
     path.unlink()
     path.mkdir()
@@ -231,8 +231,8 @@ def test_masks_of_another_model_are_refused_before_anything_starts(tmp_path: Pat
         told += mask_problems(Recipe.model_validate(recipe))
     assert told == [
         f"phases.1.sparsity.masks: {path}: no such file",
-        f"phases.1.sparsity.masks: {path}: no file of masks, or a damaged one: expected one that "
-        "`elastrata export` wrote as masks.safetensors",
+        f"phases.1.sparsity.masks: {path}: not a file of masks, or damaged; expected one written "
+        "by `elastrata export` as masks.safetensors",
         f"phases.1.sparsity.masks: {path}: of another model: it has a mask for bert.query, which "
         "this one lacks",
     ]

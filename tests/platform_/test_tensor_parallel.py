@@ -183,7 +183,7 @@ PAIR = {"min": 2, "max": 4}
         (
             {"parallel": {"sequence": True}},
             ("parallel", "sequence"),
-            "parallel.sequence: True: expected parallel.tensor of 2 or more, whose workers divide "
+            "parallel.sequence: True: requires parallel.tensor of 2 or more, whose workers divide "
             "the tokens",
         ),
         (
@@ -194,7 +194,7 @@ PAIR = {"min": 2, "max": 4}
             },
             ("clip", "scope"),
             "clip.scope: 'local': expected workers.min / parallel.tensor above parallel.replicate "
-            "(2): a copy of the model on one worker is never clipped before its sum; or scope "
+            "(2): a copy of the model on a single worker is not clipped before its sum; or scope "
             "reduced",
         ),
         (

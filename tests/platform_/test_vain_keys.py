@@ -65,8 +65,8 @@ def test_a_key_that_each_phase_has_itself_is_refused(tmp_path: Path, key: str) -
     line = f"command line: {dotted}: "
     (told,) = (one for one in _refused(path, f"{dotted}={text}") if one.startswith(line))
     assert told.endswith(
-        "no phase takes it, as each has its own: expected "
-        f"phases.0.{dotted} to phases.1.{dotted} in its place"
+        "unused, because every phase has its own: expected "
+        f"phases.0.{dotted} to phases.1.{dotted} instead"
     )
 
 
@@ -84,7 +84,7 @@ def test_a_key_that_one_phase_takes_is_followed(tmp_path: Path, key: str) -> Non
 def test_in_one_file_it_is_refused_and_names_the_file(tmp_path: Path) -> None:
     path = _written(tmp_path, steps=20, phases=[{"steps": 5}, {"epochs": 5}])
     (line,) = _refused(path)
-    assert line.startswith(f"{path}: steps: 20: no phase takes it")
+    assert line.startswith(f"{path}: steps: 20: unused, because every phase")
 
 
 def test_what_a_base_says_is_replaced_and_told_nowhere(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_what_a_base_says_is_replaced_and_told_nowhere(tmp_path: Path) -> None:
     (tmp_path / "again.yaml").write_text(to_yaml(recipe), encoding="utf-8")
     assert load_recipe(str(tmp_path / "again.yaml"), ["name=r"]) == recipe
     (line,) = _refused(str(tmp_path / "r.yaml"), "steps=9")
-    assert line.startswith("command line: steps: 9: no phase takes it")
+    assert line.startswith("command line: steps: 9: unused, because every phase")
 
 
 def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
         identity[key] = None
     run.write(json.dumps(identity).encode(), "run.json")
     assert read_resumed_recipe(run).steps is None
-    with pytest.raises(UserError, match="steps: 9: no phase takes it"):
+    with pytest.raises(UserError, match="steps: 9: unused, because every phase"):
         read_resumed_recipe(run, ["steps=9"])
 
 
@@ -128,12 +128,12 @@ SOURCES = "[{name: a}, {name: b}]"
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["parallel.schedule=gpipe"], "parallel.schedule: gpipe: expected parallel.pipeline of 2"),
+        (["parallel.schedule=gpipe"], "parallel.schedule: gpipe: requires parallel.pipeline of 2"),
         ([f"data.sources={SOURCES}", "data.when_exhausted=redistribute"], "data.when_exhausted: "),
         (["schedule.shape=linear", "schedule.power=2"], "schedule: power (2.0) is for the shape"),
         (["schedule.shape=cosine", "schedule.decay.steps=2"], "schedule: decay is for the shape"),
-        (["parallel.sequence=true"], "parallel.sequence: True: expected parallel.tensor of 2"),
-        (["parallel.micro_batches=4"], "parallel.micro_batches: 4: expected parallel.pipeline"),
+        (["parallel.sequence=true"], "parallel.sequence: True: requires parallel.tensor of 2"),
+        (["parallel.micro_batches=4"], "parallel.micro_batches: 4: requires parallel.pipeline"),
         (["data.weight_by=samples"], "data: weight_by: samples: only with sources"),
         (["optimizer.momentum=0.5"], "optimizer.momentum: 0.5: unknown key"),
         (["clip.scope=local"], "clip.scope: 'local': expected clip.method bucketwise"),

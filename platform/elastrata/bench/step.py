@@ -141,7 +141,9 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
     """
     for key in ("tensor", "pipeline"):
         if (size := getattr(recipe.parallel, key)) > 1:
-            raise UserError(f"parallel.{key}: {size}: expected 1: one process is measured here")
+            raise UserError(
+                f"parallel.{key}: {size}: expected 1: the benchmark runs in one process"
+            )
     # A run divides the cores among the workers of a machine; here one process has all of them.
     torch.set_num_threads(recipe.workers.threads or len(os.sched_getaffinity(0)))
     device, workload = current_device(), recipe.workload

@@ -160,7 +160,7 @@ def _read_file(path: str) -> Cluster:
     if isinstance(values.get("devices"), list):
         raise UserError(
             f"{path}: devices: a list: expected the number of devices of one kind; plan each kind "
-            "in a file of its own"
+            "in a separate file"
         )
     try:
         config = ClusterConfig.model_validate(values)

@@ -27,12 +27,12 @@ from elastrata_pipelines.errors import UserError
 # Terms of `StepTime` in words.
 _TERM_NAMES = {
     "matrices": "smaller or fewer matrices",
-    "recomputation": "activations computed again",
+    "recomputation": "recomputation of activations",
     "head": "the head's stage",
     "tensor_messages": "tensor-parallel messages",
     "pipeline_messages": "messages between stages",
     "bubble": "the pipeline's bubble",
-    "data_messages": "gradients and parameters on their way",
+    "data_messages": "messages with gradients and parameters",
     "update": "the optimizer's update",
     "loading": "reading the data",
 }
@@ -423,17 +423,17 @@ def _describe_misfit(
     if nearest is None:
         return [
             f"--cluster: {cluster.devices} devices: expected at most batch_size "
-            f"({part.batch_size}), a sample for each that has its own"
+            f"({part.batch_size}), one sample per data-parallel device"
         ]
     line = (
-        f"--cluster: {cluster.devices}x{device.name}: the model fits under no layout; nearest is "
+        f"--cluster: {cluster.devices}x{device.name}: no layout fits; the nearest is "
         f"{nearest.layout}, which needs {nearest.needed / 2**30:.1f} GiB on a device of "
         f"{device.memory_bytes / 2**30:.1f}: {nearest.missing / 2**30:.1f} GiB too much"
     )
     remedies = [*_find_sufficient_devices(recipe, part, model, cluster, machine)]
     remedies += _find_larger_device(recipe, part, model, cluster, machine)
     if not remedies:
-        return [f"{line}; nor does it on {_MOST_DEVICES:,} of them"]
+        return [f"{line}; nor would it fit on {_MOST_DEVICES:,} of them"]
     return [line, f"it would fit on {' or '.join(remedies)}"]
 
 

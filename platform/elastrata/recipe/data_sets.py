@@ -54,8 +54,8 @@ def data_spec(recipe: Recipe) -> DataSpec:
     prepare = data.prepare
     if prepare is None or prepare.tokenizer.train is None:
         raise UserError(
-            f"data.{key}: {place}: no data set here, whose tokenizer gives the model its "
-            "size; make it with `elastrata prepare`"
+            f"data.{key}: {place}: no data set here; its tokenizer determines the size of "
+            "the model, so make it first with `elastrata prepare`"
         )
     size = prepare.tokenizer.vocab_size
     return DataSpec(
@@ -131,7 +131,9 @@ def _preparations_of_phase(data: DataConfig, config: PrepareConfig) -> dict[str,
         if name not in places_by_name
     ]
     if isinstance(config.held_out, tuple):
-        problems.append("data.prepare.held_out: sources: expected a fraction, held out of each")
+        problems.append(
+            "data.prepare.held_out: sources: expected a fraction, to hold out of each source"
+        )
     if problems:
         raise UserError(*problems)
     tokenizer = config.tokenizer

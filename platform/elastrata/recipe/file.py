@@ -174,8 +174,8 @@ def _vain_key_line(text: RecipeText, path: Path, value: Any, count: int) -> str:
     key = ".".join(path)
     instead = f"phases.0.{key}" if count == 1 else f"phases.0.{key} to phases.{count - 1}.{key}"
     return (
-        f"{text.origin(path)}: {key}: {format_value(value)}: no phase takes it, as each has its "
-        f"own: expected {instead} in its place"
+        f"{text.origin(path)}: {key}: {format_value(value)}: unused, because every phase has "
+        f"its own: expected {instead} instead"
     )
 
 

@@ -185,8 +185,8 @@ class PhaseKeys(Config):
         if self.steps is None:
             places = ", ".join(self.data.places.values())
             raise UserError(
-                f"{self.length}: how many steps that is depends on {places}, which is not "
-                "prepared yet; make it with `elastrata prepare`, or give steps"
+                f"{self.length}: the number of steps depends on {places}, which is not "
+                "prepared yet; make it with `elastrata prepare`, or set steps"
             )
         return self.steps
 
@@ -398,7 +398,7 @@ class Recipe(PhaseKeys):
         return yaml.safe_dump({**values, "workload": workload}, sort_keys=False).rstrip()
 
     def __repr__(self) -> str:
-        return f"Recipe, what it does not leave at its default:\n{self}"
+        return f"Recipe, values that differ from their defaults:\n{self}"
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"

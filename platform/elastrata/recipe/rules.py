@@ -62,7 +62,7 @@ def _sequence_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.phases and recipe.batch_size_warmup:
         yield (
             ("batch_size_warmup",),
-            "batch_size_warmup: every phase would have it: expected it inside one of the phases",
+            "batch_size_warmup: would apply to every phase: expected it inside one of the phases",
         )
     first, windows = recipe.parts[0], dict[str, int]()
     for number, part in enumerate(recipe.phases):
@@ -73,7 +73,7 @@ def _sequence_problems(recipe: Recipe) -> Iterator[Problem]:
                 yield (
                     ("phases", str(number), "optimizer", key),
                     f"phases.{number}.optimizer.{key}: {value}: expected {expected}, as in the "
-                    "first phase: the optimizer's state goes on; only lr may change",
+                    "first phase: the optimizer's state carries over; only lr may change",
                 )
         for place in part.data.places.values():
             # The order of a data set depends on its window, and a later phase continues the order.
@@ -82,7 +82,7 @@ def _sequence_problems(recipe: Recipe) -> Iterator[Problem]:
                 yield (
                     ("phases", str(number), "data", "window_stripes"),
                     f"phases.{number}.data.window_stripes: {part.data.window_stripes}: expected "
-                    f"{window}, as in an earlier phase, whose order this one goes on with",
+                    f"{window}, as in an earlier phase, whose order this one continues",
                 )
 
 
@@ -93,7 +93,7 @@ def _length_problems(part: PhaseKeys) -> Iterator[Problem]:
         yield ("steps",), NO_LENGTH
     for key in given[1:]:
         value = getattr(part, key)
-        yield (key,), f"{key}: {value}: expected without {given[0]}, which says the length too"
+        yield (key,), f"{key}: {value}: not allowed with {given[0]}, which also sets the length"
     warmup, offset = part.schedule.warmup_steps, part.schedule.warmup_offset
     # With `epochs` or `tokens` the steps are unknown until the data is prepared; `resolve_steps`
     # repeats these rules then.
@@ -148,7 +148,7 @@ def _evaluation_set_problems(recipe: Recipe) -> Iterator[Problem]:
             continue
         yield (
             ("evaluation", "sets", str(number), "name"),
-            f"evaluation.sets.{number}.name: {name}: that of {other}: expected another one",
+            f"evaluation.sets.{number}.name: {name}: already names {other}; expected another one",
         )
 
 
@@ -219,32 +219,32 @@ def _virtual_rank_problems(recipe: Recipe) -> Iterator[Problem]:
     if workers.threads is None:
         yield (
             ("workers", "threads"),
-            "workers.threads: None: parallel.virtual_ranks needs a number, such as 1, as sums "
-            "depend on it",
+            "workers.threads: None: parallel.virtual_ranks needs a number, such as 1, "
+            "because sums depend on it",
         )
     if recipe.parallel.replicate != 1:
         yield (
             ("parallel", "replicate"),
-            f"parallel.replicate: {recipe.parallel.replicate!r}: expected 1 where "
-            "parallel.virtual_ranks is set, as copies would add up in another order",
+            f"parallel.replicate: {recipe.parallel.replicate!r}: expected 1 if "
+            "parallel.virtual_ranks is set, because copies would be summed in another order",
         )
     optimizer = recipe.optimizer
     if not isinstance(optimizer, AdamWConfig):
         yield (
             ("optimizer", "name"),
-            f"optimizer.name: {optimizer.name!r}: expected 'adamw' where parallel.virtual_ranks is "
-            "set, whose update does not add up over a weight",
+            f"optimizer.name: {optimizer.name!r}: expected 'adamw' if parallel.virtual_ranks is "
+            "set: its update contains no sum over the elements of a weight",
         )
     elif optimizer.fused:
         yield (
             ("optimizer", "fused"),
-            "optimizer.fused: True: expected false where parallel.virtual_ranks is set, as the "
-            "fused kernel rounds by the sizes of the shards",
+            "optimizer.fused: True: expected false if parallel.virtual_ranks is set, because "
+            "rounding in the fused kernel depends on the sizes of the shards",
         )
     if recipe.clip.method == "bucketwise":
         yield (
             ("clip", "method"),
-            "clip.method: 'bucketwise': expected global_norm or none where parallel.virtual_ranks "
+            "clip.method: 'bucketwise': expected global_norm or none if parallel.virtual_ranks "
             "is set",
         )
 
@@ -259,12 +259,12 @@ def _reduction_problems(recipe: Recipe) -> Iterator[Problem]:
     if parallel.overlap_on_cpu:
         named.append(("overlap_on_cpu", "True", "false"))
     for name, value, wanted in named:
-        given = f"parallel.{name}: {value}: expected {wanted} where"
+        given = f"parallel.{name}: {value}: expected {wanted} if"
         if parallel.virtual_ranks is not None:
-            reason = "parallel.virtual_ranks is set, which adds up in an order and in fp32"
+            reason = "parallel.virtual_ranks is set, which sums in a fixed order and in fp32"
             yield ("parallel", name), f"{given} {reason}"
         if recipe.clip.method == "bucketwise":
-            reason = "clip.method is bucketwise, which sees every bucket before or after its sum"
+            reason = "clip.method is bucketwise, which clips every bucket before or after its sum"
             yield ("parallel", name), f"{given} {reason}"
 
 
@@ -274,16 +274,16 @@ def _gradient_sync_problems(recipe: Recipe) -> Iterator[Problem]:
     if parallel.gradient_sync == "step":
         return
     reasons = {
-        "parallel.virtual_ranks is set, which adds up in an order": parallel.virtual_ranks,
-        "parallel.overlap_on_cpu waits for one sum per step": parallel.overlap_on_cpu,
-        "clip.scope is local, which clips a worker's part of the whole step": recipe.clip.scope
+        "parallel.virtual_ranks is set, which sums in a fixed order": parallel.virtual_ranks,
+        "parallel.overlap_on_cpu is set, which needs one sum per step": parallel.overlap_on_cpu,
+        "clip.scope is local, which clips each worker's part of the whole step": recipe.clip.scope
         == "local",
     }
     for reason, applies in reasons.items():
         if applies:
             yield (
                 ("parallel", "gradient_sync"),
-                f"parallel.gradient_sync: {parallel.gradient_sync!r}: expected step where {reason}",
+                f"parallel.gradient_sync: {parallel.gradient_sync!r}: expected step if {reason}",
             )
 
 
@@ -301,8 +301,8 @@ def _clip_problems(recipe: Recipe) -> Iterator[Problem]:
     if replicate == "all":
         yield (
             ("clip", "scope"),
-            "clip.scope: 'local': expected reduced where parallel.replicate is all: a copy of the "
-            "model on one worker is never clipped before its sum",
+            "clip.scope: 'local': expected reduced if parallel.replicate is all: a copy of the "
+            "model on a single worker is not clipped before its sum",
         )
     # With as many copies as groups, each copy is on one group, and nothing is summed inside a copy.
     elif replicate > 1 and least <= replicate <= most:
@@ -310,7 +310,7 @@ def _clip_problems(recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("clip", "scope"),
             f"clip.scope: 'local': expected {name} above parallel.replicate ({replicate}): a "
-            "copy of the model on one worker is never clipped before its sum; or scope reduced",
+            "copy of the model on a single worker is not clipped before its sum; or scope reduced",
         )
 
 
@@ -321,14 +321,14 @@ def _sparse_phase_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.average:
         yield (
             ("average",),
-            "average: expected none with sparsity, as an average of weights is zero only where all "
+            "average: not allowed with sparsity, because an average of weights is zero only if all "
             "of them are",
         )
     if recipe.clip.scope == "local":
         yield (
             ("clip", "scope"),
-            "clip.scope: 'local': expected reduced with sparsity, as a worker's part is clipped "
-            "before the gradients of weights at zero are taken out of the sum",
+            "clip.scope: 'local': expected reduced with sparsity, because local clipping happens "
+            "before the gradients of zero weights are removed from the sum",
         )
     shapes = layer_shapes(recipe.workload)
     for number, part in enumerate(recipe.parts):
@@ -345,11 +345,11 @@ def _sparse_phase_problems(recipe: Recipe) -> Iterator[Problem]:
 def _kernel_problems(recipe: Recipe) -> Iterator[str]:
     """Yield the reasons why 2:4 kernels cannot run."""
     if recipe.precision != "bf16":
-        yield f"expected precision bf16, not {recipe.precision}: the kernels have no other"
+        yield f"expected precision bf16, not {recipe.precision}: the kernels support no other"
     if recipe.parallel.tensor > 1:
         yield (
-            f"expected parallel.tensor 1, not {recipe.parallel.tensor}: a layer that is divided "
-            "has no kernels"
+            f"expected parallel.tensor 1, not {recipe.parallel.tensor}: divided layers "
+            "have no kernels"
         )
 
 
@@ -382,8 +382,7 @@ def _pipeline_problems(recipe: Recipe) -> Iterator[Problem]:
         if value != default:
             yield (
                 ("parallel", key),
-                f"parallel.{key}: {value}: expected parallel.pipeline of 2 or more, whose stages "
-                "it is about",
+                f"parallel.{key}: {value}: requires parallel.pipeline of 2 or more",
             )
 
 
@@ -393,7 +392,7 @@ def _tensor_parallel_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.parallel.sequence and tensor == 1:
         yield (
             ("parallel", "sequence"),
-            "parallel.sequence: True: expected parallel.tensor of 2 or more, whose workers divide "
+            "parallel.sequence: True: requires parallel.tensor of 2 or more, whose workers divide "
             "the tokens",
         )
     if tensor == 1:
@@ -446,14 +445,14 @@ def _pipeline_stage_problems(recipe: Recipe) -> Iterator[Problem]:
     if speeds is not None and len(speeds) != parallel.pipeline:
         yield (
             ("parallel", "stage_speeds"),
-            f"parallel.stage_speeds: {list(speeds)}: expected {parallel.pipeline} numbers, one for "
-            "each of parallel.pipeline",
+            f"parallel.stage_speeds: {list(speeds)}: expected {parallel.pipeline} numbers, one per "
+            "worker of the pipeline",
         )
     if parallel.schedule in ("gpipe", "1f1b") and parallel.virtual_stages > 1:
         yield (
             ("parallel", "virtual_stages"),
             f"parallel.virtual_stages: {parallel.virtual_stages}: expected 1 with schedule "
-            f"{parallel.schedule}; several are for interleaved_1f1b and zero_bubble",
+            f"{parallel.schedule}; only interleaved_1f1b and zero_bubble support more",
         )
     if parallel.schedule == "interleaved_1f1b" and parallel.virtual_stages == 1:
         yield (
@@ -490,24 +489,24 @@ def _micro_batch_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _pipeline_combination_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield problems of keys that a pipeline does not support."""
-    parallel, where = recipe.parallel, f"where parallel.pipeline is {recipe.parallel.pipeline}"
+    parallel, where = recipe.parallel, f"if parallel.pipeline is {recipe.parallel.pipeline}"
     if parallel.virtual_ranks is not None:
         yield (
             ("parallel", "virtual_ranks"),
-            f"parallel.virtual_ranks: {parallel.virtual_ranks}: expected null {where}, which adds "
-            "up in another order",
+            f"parallel.virtual_ranks: {parallel.virtual_ranks}: expected null {where}, which sums "
+            "in another order",
         )
     if parallel.overlap_on_cpu:
         yield (
             ("parallel", "overlap_on_cpu"),
-            f"parallel.overlap_on_cpu: True: expected false {where}, which sums gradients up after "
+            f"parallel.overlap_on_cpu: True: expected false {where}, which sums gradients after "
             "all backward passes",
         )
     if parallel.gradient_sync != "step":
         yield (
             ("parallel", "gradient_sync"),
             f"parallel.gradient_sync: {parallel.gradient_sync!r}: expected step {where}, which "
-            "sums gradients up after all backward passes",
+            "sums gradients after all backward passes",
         )
     if parallel.schedule != "zero_bubble":
         return
@@ -515,13 +514,13 @@ def _pipeline_combination_problems(recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("parallel", "reshard_after_forward"),
             "parallel.reshard_after_forward: True: expected false with parallel.schedule "
-            "zero_bubble, which comes back to a block's parameters for its weights' gradients",
+            "zero_bubble, which needs a block's parameters again for its weights' gradients",
         )
     if recipe.activation_checkpointing == "selective":
         yield (
             ("activation_checkpointing",),
             "activation_checkpointing: 'selective': expected none or full with parallel.schedule "
-            "zero_bubble: what it keeps is there for one backward pass, not for its two parts",
+            "zero_bubble: it frees what it keeps before the second part of the backward pass",
         )
     if recipe.compile:
         yield (
@@ -539,8 +538,8 @@ def automatic_problems(recipe: Recipe) -> Iterator[Problem]:
             key = (*place, "micro_batch_tokens")
             yield (
                 key,
-                f"{'.'.join(key)}: 'auto': expected a number where parallel.virtual_ranks is set, "
-                "as the last bits of sums depend on it",
+                f"{'.'.join(key)}: 'auto': expected a number if parallel.virtual_ranks is set, "
+                "because the last bits of sums depend on it",
             )
 
 
@@ -574,9 +573,9 @@ def memory_problems(recipe: Recipe) -> Iterator[Problem]:
     if tokens_by_name and recipe.parallel.virtual_ranks is not None:
         yield (
             ("workers", "micro_batch_tokens"),
-            f"workers.micro_batch_tokens: {tokens_by_name}: expected none where "
-            "parallel.virtual_ranks is set, as the last bits of sums depend on who computes them "
-            "then",
+            f"workers.micro_batch_tokens: {tokens_by_name}: not allowed if "
+            "parallel.virtual_ranks is set, because the last bits of sums would depend on the "
+            "workers",
         )
     for name, tokens in tokens_by_name.items():
         if expected := _expected_bound(recipe, tokens):
@@ -589,7 +588,7 @@ def _expected_bound(recipe: Recipe, tokens: int) -> str:
     numbers = [part.micro_batch_tokens for part in recipe.parts]
     most = max((number for number in numbers if number != "auto"), default=0)
     if "auto" not in numbers and tokens >= most:
-        return f"fewer than micro_batch_tokens ({most}), which all others have"
+        return f"fewer than micro_batch_tokens ({most}), the value for all other workers"
     prepared = [part.data.prepare.seq_len for part in recipe.parts if part.data.prepare]
     if tokens < max(prepared, default=0):
         return f"at least data.prepare.seq_len ({max(prepared)}), the longest sample"
@@ -617,15 +616,15 @@ def mixture_problems(part: PhaseKeys) -> Iterator[Problem]:
         if weights is not None and not any(weights):
             yield (
                 ("data", "sources"),
-                f"data.sources: every {key} is 0, of {', '.join(names)}: expected one above it",
+                f"data.sources: every {key} is 0, of {', '.join(names)}: expected one above 0",
             )
     if data.when_exhausted == "redistribute" and all(
         source.max_epochs is None for source in data.sources
     ):
         yield (
             ("data", "when_exhausted"),
-            "data.when_exhausted: 'redistribute': expected max_epochs of one of data.sources: else "
-            "none is exhausted",
+            "data.when_exhausted: 'redistribute': expected max_epochs of one of data.sources: "
+            "otherwise no source is ever exhausted",
         )
     if part.epochs is not None:
         yield (

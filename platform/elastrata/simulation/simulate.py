@@ -150,7 +150,7 @@ def plan_pace(recipe: Recipe, cluster: Cluster) -> tuple[Pace, int]:
             worker_seconds = (forecast.time.total - fixed) * cluster.devices
             group = forecast.layout.tensor * forecast.layout.pipeline
             return Pace(worker_seconds=worker_seconds, fixed_seconds=fixed), group
-    raise UserError("--step-seconds: expected: this version trains under none of the layouts")
+    raise UserError("--step-seconds: missing: this version cannot train with any of the layouts")
 
 
 def _round_to_grain(ranks: int) -> int:

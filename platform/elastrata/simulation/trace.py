@@ -90,7 +90,7 @@ def _find_problem(cells: list[str], before: float) -> str:
     except ValueError:
         return f"seconds: {_quote(cells[0])}: expected a number"
     if not before <= seconds < float("inf"):
-        least = f"expected at least {before:g}, the time of the line before"
+        least = f"expected at least {before:g}, the time of the previous line"
         return f"seconds: {_quote(cells[0])}: {least}"
     if cells[1] not in KINDS:
         close = suggest_nearest(cells[1][:_SHOWN], KINDS)

@@ -59,8 +59,8 @@ def read_masks(path: str, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
     # Torch, safetensors and JSON raise exceptions of many types for invalid bytes.
     except Exception:
         raise UserError(
-            f"sparsity.masks: {path}: no file of masks, or a damaged one: expected one that "
-            f"`elastrata export` wrote as {MASKS_FILE}"
+            f"sparsity.masks: {path}: not a file of masks, or damaged; expected one "
+            f"written by `elastrata export` as {MASKS_FILE}"
         ) from None
     for layer, shape in layer_shapes.items():
         if layer not in shapes:

@@ -65,7 +65,7 @@ class EvaluationConfig(Config):
     @model_validator(mode="after")
     def _one_interval(self) -> EvaluationConfig:
         if (self.every is None) == (self.every_samples is None):
-            raise ValueError("needs either every (steps) or every_samples, the other one null")
+            raise ValueError("needs either every (steps) or every_samples, and null for the other")
         return self
 
 

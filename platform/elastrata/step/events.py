@@ -199,7 +199,7 @@ class Slowed:
         """Description in one line."""
         who = f"rank {self.rank} ({self.host}, {self.device})"
         if self.is_over:
-            return f"{who} is as fast as its kind again, since step {self.since}"
+            return f"{who} trains at the speed of its kind again since step {self.since}"
         return f"{who} trains at {self.factor:.2f} of the speed of its kind since step {self.since}"
 
 

@@ -32,8 +32,8 @@ class DecayConfig(Config):
     def _one_length(self) -> DecayConfig:
         if self.steps is not None and self.ratio is not None:
             raise ValueError(
-                f"ratio ({self.ratio}): expected without steps ({self.steps}), which says the "
-                "length too"
+                f"ratio ({self.ratio}): not allowed with steps ({self.steps}), which also "
+                "sets the length"
             )
         return self
 
@@ -86,8 +86,8 @@ class ScheduleConfig(Config):
             )
         if self.warmup_ratio is not None and (self.warmup_steps or self.warmup_offset):
             raise ValueError(
-                f"warmup_ratio ({self.warmup_ratio}): expected without warmup_steps and "
-                "warmup_offset, which it stands for"
+                f"warmup_ratio ({self.warmup_ratio}): not allowed with warmup_steps or "
+                "warmup_offset, which it replaces"
             )
         if self.warmup_offset and self.warmup_offset >= self.warmup_steps:
             raise ValueError(

@@ -125,7 +125,7 @@ _WARN_STEPS = 5
 _DAY = 86_400
 _LONG_SECONDS = 30 * _DAY
 _BAR_COLUMNS = 20
-_TIERS = {"hot": "kept in memory", "durable": "on storage"}
+_TIERS = {"hot": "in-memory checkpoint", "durable": "stored checkpoint"}
 
 
 class Progress(LiveBlock):
@@ -264,13 +264,13 @@ def _describe(event: Event, step: int) -> str | None:
     """Return a line about an event, or None. `step` is the last step before it."""
     match event:
         case Started():
-            since = f" from step {event.step}, {_TIERS[event.state]}" if event.step else ""
+            since = f" from step {event.step} ({_TIERS[event.state]})" if event.step else ""
             again = (
-                f", at least {pluralize(step - event.step, 'step')} again"
+                f", repeating at least {pluralize(step - event.step, 'step')}"
                 if step > event.step
                 else ""
             )
-            stayed = f", {event.stayed} of them as before," if event.stayed else ""
+            stayed = f", of which {event.stayed} kept running," if event.stayed else ""
             count = f"{pluralize(event.world_size, 'worker')}{stayed}"
             return f"training on {count}{since}{again} (attempt {event.attempt})"
         case Evaluated():
@@ -281,9 +281,9 @@ def _describe(event: Event, step: int) -> str | None:
         case Halted():
             return f"saved after step {event.step} for a {event.reason}: {event.text}"
         case Lost():
-            return f"lost workers: {event.text}; going on from the newest state"
+            return f"lost workers: {event.text}; resuming from the newest state"
         case Substituted():
-            return f"not to be had here: {event.text}"
+            return f"unavailable here: {event.text}"
         case Chosen():
             is_each = event.gradient_sync != "step"
             synced = f", gradient_sync {event.gradient_sync}" if is_each else ""
@@ -292,7 +292,7 @@ def _describe(event: Event, step: int) -> str | None:
                 f"activation_checkpointing {event.activation_checkpointing}{synced} ({event.text})"
             )
         case RanOut():
-            return f"{event.text}; smaller ones from now on"
+            return f"{event.text}; using smaller micro-batches"
         case Warned():
             return f"warning: {event.text}"
         case Slowed():
@@ -300,7 +300,7 @@ def _describe(event: Event, step: int) -> str | None:
         case Paced():
             speeds = ", ".join(f"{speed / FULL_SPEED:.2f}" for speed in event.speeds[:_MOST_SPEEDS])
             more = ", ..." if len(event.speeds) > _MOST_SPEEDS else ""
-            return f"after step {event.step}: dealt by other speeds soon: {speeds}{more}"
+            return f"after step {event.step}: new speeds of workers apply soon: {speeds}{more}"
         case _:
             return None
 
