@@ -10,7 +10,7 @@ import pytest
 
 from elastrata.checkpoints.commit import list_commits
 from elastrata_pipelines.storage import Storage
-from support.command import run, wait_until
+from support.command import run, run_json, wait_until
 from support.live_run import LiveRun, assert_alike
 from support.nodes import Nodes, actors, nodes, send, train_workers, workers_of
 from support.short_steps import HOT_STEPS
@@ -58,12 +58,16 @@ def test_a_killed_helper_is_replaced(name, recipe, undisturbed, cluster, tmp_pat
 
 
 @MATRIX
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_driver_saves_first(number, recipe, undisturbed, tmp_path) -> None:
-    name = f"driver-{number.name}"
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "stop"])
+def test_an_interrupted_driver_saves_first(how, recipe, undisturbed, tmp_path) -> None:
+    name = f"driver-{how}"
     live = LiveRun(recipe, name, tmp_path / "log", "workers.max=2")
     live.wait_for_group(1)
-    live.send(number)
+    if how == "stop":
+        stopped = run_json("stop", recipe.parent / "runs" / name)
+        assert stopped["state"] == "stopped"
+    else:
+        live.send(signal.Signals[how])
     assert live.driver.wait(timeout=120) == 130, live.output
     assert [entry["status"] for entry in live.of_kind("ended")] == ["KILLED"]
     again = LiveRun(recipe, name, tmp_path / "again", "workers.max=1")

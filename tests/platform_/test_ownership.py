@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from elastrata.cli.main import run as main_of_commands
 from elastrata.run import ownership, process
 from elastrata.run.ownership import (
     DRIVER_FILE,
@@ -26,6 +27,7 @@ from elastrata.run.ownership import (
     own_run,
     owner_is_alive,
     read_owner,
+    stop_driver,
 )
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -54,7 +56,10 @@ class Driver:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+            },
         )
         self.said: list[str] = []
         self._listener = Thread(target=self._listen)
@@ -175,11 +180,53 @@ def test_beside_a_living_driver_another_is_refused(run: Storage, start: Start) -
     owner = owner_of(run)
     assert second.begin() == (
         f"refused: {run.uri()}: driven by process {first.process.pid} on host {owner.host}, "
-        f"since {since(owner)}; wait for its end, stop it there (kill {first.process.pid}), "
-        "or choose another --name"
+        f"since {since(owner)}; wait for its end, stop it (elastrata stop, or kill "
+        f"{first.process.pid} there), or choose another --name"
     )
     assert owner_of(run).token == owner.token
     assert owner_is_alive(run) is True
+
+
+def test_a_driver_of_this_machine_is_stopped(run: Storage, start: Start) -> None:
+    driver = start()
+    assert driver.begin() == "owns"
+    shown: list[str] = []
+    stop_driver(run, shown.append)
+    assert driver.process.wait() == -signal.SIGTERM
+    assert len(shown) == 1
+    assert f"process {driver.process.pid} " in shown[0]
+    with pytest.raises(UserError, match=r"its driver \(.*\) is dead, so there is nothing to stop"):
+        stop_driver(run, pytest.fail)
+
+
+def test_a_driver_elsewhere_or_a_former_one_is_not_stopped(
+    run: Storage, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match="no driver works on it"):
+        stop_driver(run, pytest.fail)
+    driver = start(boot_id=ELSEWHERE)
+    assert driver.begin() == "owns"
+    assert main_of_commands(["stop", run.url]) == 2
+    line = capsys.readouterr().err
+    assert f"process {driver.process.pid} on host {owner_of(run).host}" in line
+    assert "cannot be seen from here; stop it there, or give the --cluster" in line
+    assert driver.process.poll() is None
+    driver.say("end")
+    assert driver.line() == "ended"
+    with pytest.raises(UserError, match="no driver works on it"):
+        stop_driver(run, pytest.fail)
+
+
+def test_a_trial_is_stopped_with_its_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trial = tmp_path / "a sweep" / "trials" / "0003"
+    trial.mkdir(parents=True)
+    for place in (trial / "driver.json", tmp_path / "a sweep" / "sweep.yaml"):
+        place.write_text("{}", encoding="utf-8")
+    assert main_of_commands(["stop", str(trial)]) == 2
+    command = f"elastrata stop '{tmp_path / 'a sweep'}'"
+    assert capsys.readouterr().err.endswith(f"stop the sweep: {command}\n")
 
 
 @pytest.mark.usefixtures("endless_watch")

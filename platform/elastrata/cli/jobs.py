@@ -7,13 +7,22 @@ import signal
 import sys
 import time
 from threading import Event
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elastrata.cli.options import ClusterAddress, Json, Overrides, RecipeName
+from elastrata.cli.options import (
+    ClusterAddress,
+    Json,
+    OptionalClusterAddress,
+    Overrides,
+    RecipeName,
+)
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError, format_command, suggest_nearest
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def submit(
@@ -72,21 +81,40 @@ def submit(
 
 def stop(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Name or URL of a run, or the id of its job.")
+        str,
+        typer.Argument(metavar="RUN", help="Name, folder or URL of a run, or the id of its job."),
     ],
-    cluster: ClusterAddress,
+    cluster: OptionalClusterAddress = None,
     json: Json = False,
 ) -> None:
-    """Stop a submitted run after it has saved a checkpoint. Submit it again to continue it."""
+    """Stop a run after it has saved a checkpoint. The command that began it continues it."""
+    console = open_console(as_json=json)
+    if cluster is None:
+        _stop_here(console, run, json=json)
+        return
     from elastrata.deploy import jobs
 
-    console = open_console(as_json=json)
     with jobs.connect_to_job_server(cluster) as server:
         statuses = jobs.stop(server, run)
     for job, status in statuses.items():
         console.print(f"job {job}: {status}", markup=False)
     if json:
         print_json_line({"jobs": statuses})
+
+
+def _stop_here(console: Console, run: str, *, json: bool) -> None:
+    """Stop a run or a sweep that a process of this machine drives."""
+    from elastrata.run.claim import find_driven_folder
+    from elastrata.run.folder import RUN_FILE
+    from elastrata.run.ownership import stop_driver
+    from elastrata.run.status import status
+
+    folder = find_driven_folder(run)
+    stop_driver(folder, lambda line: console.print(line, markup=False))
+    ended = status(folder) if folder.exists(RUN_FILE) else None
+    console.print(f"{folder.uri()}: {ended.text if ended else 'stopped'}", markup=False)
+    if json:
+        print_json_line({"run": folder.uri(), "state": ended.state if ended else "stopped"})
 
 
 def guard(

@@ -47,6 +47,13 @@ ClusterAddress = Annotated[
         "a cluster started by `ray up`.",
     ),
 ]
+OptionalClusterAddress = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|ADDRESS",
+        help="Cluster that runs it as a job, as for `submit`. Default: a process of this machine.",
+    ),
+]
 Phase = Annotated[
     int, typer.Option(min=0, help="Phase to look at, counted from 0, if the recipe has phases.")
 ]

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from elastrata.run.folder import GIVEN_FILE, RECIPE_FILE, RUN_FILE
 from elastrata.run.ownership import DRIVER_FILE, Ownership, own_run
 from elastrata.run.status import State, status
-from elastrata_pipelines.errors import UserError, suggest_nearest
+from elastrata_pipelines.errors import UserError, format_command, suggest_nearest
 from elastrata_pipelines.format.manifest import BUILDING, MANIFEST, SHARDS
 from elastrata_pipelines.storage import Storage
 
@@ -225,6 +225,27 @@ def _hint(folder: Storage) -> str:
     if found == "sweep":
         return f"; it is a sweep, and its trials are the runs in {folder.uri(TRIALS)}"
     return "" if found in ("nothing", "other files", "run") else f"; it is {with_article(found)}"
+
+
+def find_driven_folder(name: str) -> Storage:
+    """Return the folder of a run or a sweep that may have a driver, even one that just starts.
+
+    Args:
+        name: its folder, URL or name.
+
+    Raises:
+        UserError: there is no such folder, or it is the trial of a sweep.
+    """
+    places = [Storage(name), *([] if "/" in name else [Storage(RUNS).sub(name)])]
+    folder = next((place for place in places if place.exists(DRIVER_FILE)), None)
+    folder = folder or find_run_folder(name)
+    sweep, is_below, _ = folder.uri().rpartition(f"/{TRIALS}/")
+    if is_below and Storage(sweep).exists(SWEEP_FILE):
+        command = format_command("elastrata", "stop", sweep)
+        raise UserError(
+            f"{folder.uri()}: a trial, which its sweep would start again; stop the sweep: {command}"
+        )
+    return folder
 
 
 def find_model(model: str) -> str:

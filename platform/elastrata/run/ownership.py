@@ -8,6 +8,7 @@ otherwise whether the counter still increases.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 import uuid
@@ -33,6 +34,7 @@ WATCHED_BEATS = 3
 """A driver of which only the file is visible is dead if it misses this many heartbeats."""
 FRESH_BEATS = 4
 """A single look takes a driver for alive if its file is at most this many heartbeats old."""
+_SECONDS_BETWEEN_LOOKS = 0.2
 _FIRST_LOOK_SECONDS = 1.0
 """Delay of the owner's first check for a rival that started at the same moment."""
 # An unreachable storage must not keep the process from ending.
@@ -270,6 +272,37 @@ def owner_is_alive(run: Storage) -> bool | None:
     return abs(time.time() - owner.time) <= FRESH_BEATS * owner.beat_seconds or None
 
 
+def stop_driver(run: Storage, show: Callable[[str], None]) -> None:
+    """End the driver of a run, a process of this machine, as Ctrl-C does, and wait for its end.
+
+    Args:
+        run: the folder of a run or a sweep.
+        show: called with a line about the driver that is waited for.
+
+    Raises:
+        UserError: no driver works there, or it cannot be stopped from here.
+    """
+    owner = read_owner(run)
+    if owner is None or owner.released:
+        raise UserError(f"{run.uri()}: no driver works on it, so there is nothing to stop")
+    if owner.lives is None:
+        raise UserError(
+            f"{run.uri()}: driven by {owner}, which cannot be seen from here; stop it there, or "
+            "give the --cluster that runs it as a job"
+        )
+    if not owner.lives:
+        raise UserError(f"{run.uri()}: its driver ({owner}) is dead, so there is nothing to stop")
+    try:
+        os.kill(owner.pid, signal.SIGTERM)
+    except ProcessLookupError:  # it ended just now
+        return
+    except PermissionError:
+        raise UserError(f"{run.uri()}: driven by {owner}, of another user") from None
+    show(f"{run.uri()}: driven by {owner}; waiting until it has saved its state and ended")
+    while owner.lives:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Driver:
     """The known facts about the process that drives a run."""
@@ -349,8 +382,8 @@ def _still_beats(run: Storage, owner: Owner, seconds: float) -> bool:
 def _in_use_message(run: Storage, owner: Owner) -> str:
     """Return the message about a run that another driver owns."""
     return (
-        f"{run.uri()}: driven by {owner}; wait for its end, stop it there (kill {owner.pid}), "
-        "or choose another --name"
+        f"{run.uri()}: driven by {owner}; wait for its end, stop it (elastrata stop, or kill "
+        f"{owner.pid} there), or choose another --name"
     )
 
 
