@@ -127,6 +127,8 @@ def describe_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         return _REASONS.get(error.errno) or error.strerror or type(error).__name__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines and isinstance(error, TimeoutError):  # fsspec's, which has no text
+        return "no answer in time"
     return make_printable(lines[0]) if lines else type(error).__name__
 
 

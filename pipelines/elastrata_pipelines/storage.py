@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import fsspec
-from fsspec.core import url_to_fs
 
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.url_secrets import NO_SECRET, hide_unrecorded_parts
+from elastrata_pipelines.waits import open_file_system
 
 _CHUNK_BYTES = 4 * 2**20
 _ABSENT = (404, 410)
@@ -34,13 +34,15 @@ def locate(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """Return the file system of a path or URL, and the path in it.
 
     Raises:
-        UserError: the URL holds a secret, which would be recorded.
+        UserError: the URL holds a secret, which would be recorded, or its server does not answer.
     """
     if (hidden := hide_unrecorded_parts(url)) != url:
         raise UserError(f"{hidden}: {NO_SECRET}")
     if not is_local(url):
-        fs, path = url_to_fs(url)
-        return fs, str(path)
+        try:
+            return open_file_system(url)
+        except OSError as error:
+            raise UserError(f"{url}: cannot be read ({error.strerror or error})") from error
     # A local path is taken literally: fsspec itself would read `a::b` as a chain of URLs.
     local = fsspec.filesystem("file")
     return local, str(local._strip_protocol(url))

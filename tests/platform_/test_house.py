@@ -52,7 +52,11 @@ DOORS = {
         "elastrata.checkpoints",
     },
     "typer": {"elastrata.cli.main", "elastrata.cli"},
-    "huggingface_hub": {"elastrata.checkpoints.weights_folder", "elastrata.run.export"},
+    "huggingface_hub": {
+        "elastrata.checkpoints.weights_folder",
+        "elastrata.run.export",
+        "elastrata_pipelines.waits",
+    },
     "lm_eval": {"elastrata.inference.evaluation"},
     "matplotlib": {
         "elastrata.driver.result",

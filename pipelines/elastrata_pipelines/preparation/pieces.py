@@ -21,12 +21,13 @@ from tempfile import TemporaryFile
 from typing import Any, BinaryIO, cast
 
 from backports import zstd
-from fsspec.core import split_protocol, url_to_fs
+from fsspec.core import split_protocol
 
 from elastrata_pipelines.preparation.config import SourceConfig
 from elastrata_pipelines.preparation.local_files import open_regular
 from elastrata_pipelines.preparation.sources import SourceFile
 from elastrata_pipelines.storage import is_local
+from elastrata_pipelines.waits import open_file_system
 
 _BLOCKS_PER_PORTION = 8
 _PACKED_BYTES = 2**16
@@ -175,10 +176,10 @@ def open_stored(file: SourceFile) -> Any:
     protocol, _ = split_protocol(url)
     # A chain of URLs, as it was configured.
     if "::" in protocol:
-        fs, path = url_to_fs(url)
+        fs, path = open_file_system(url)
     else:
         # A file name in the store may contain `::`, too.
-        fs, _ = url_to_fs(url.partition("::")[0])
+        fs, _ = open_file_system(url.partition("::")[0])
         path = fs._strip_protocol(url)
     stream = fs.open(path, "rb")
     try:

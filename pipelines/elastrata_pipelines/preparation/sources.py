@@ -13,8 +13,6 @@ from pathlib import Path
 from posixpath import splitext
 from typing import Any, Literal
 
-from fsspec.core import url_to_fs
-
 from elastrata_pipelines.checked_json import describe_error
 from elastrata_pipelines.errors import escape_unprintable, pluralize
 from elastrata_pipelines.preparation.config import SourceConfig
@@ -26,6 +24,7 @@ from elastrata_pipelines.preparation.local_files import (
     utf8_name,
 )
 from elastrata_pipelines.storage import is_absent, is_local
+from elastrata_pipelines.waits import open_file_system
 
 Kind = Literal["text", "jsonl", "parquet"]
 
@@ -158,7 +157,7 @@ def _expand(path: str) -> tuple[list[_Entry], list[str], list[str]]:
 
 def _expand_url(url: str, sidecars: list[str]) -> Iterator[_Entry]:
     """Yield the files of a URL, and add the others beside the data to `sidecars`."""
-    fs, root = url_to_fs(url)
+    fs, root = open_file_system(url)
     if fs.isdir(root):
         base, pattern = root.rstrip("/"), ""
         found = fs.find(base, detail=True)
