@@ -6,8 +6,11 @@ Trains a small BERT in fp32 on WikiText with 1, 2, 3 and 4 workers. Trains it on
 of several nodes, with every kind of fault of `make chaos`, and a driver that is interrupted and
 restarted. Compares every step with that of the run with one worker. Repeats all of it with
 `parallel.virtual_ranks`, whose cost is the ratio of the median seconds of a step. Writes
-`results/elasticity_plain.json` and `elasticity_exact.json`, with pictures of the curves and of
-their differences.
+`results/elasticity_plain.json` and `elasticity_exact.json`, each with a picture of the number of
+workers and of the losses.
+
+With `--resizes`, trains on 1 worker, and on 1 to 4 of them that come and go, with virtual ranks;
+writes `results/elasticity.json` and the README's picture, `elasticity.png`.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from support.nodes import nodes
 
 SIZES = (1, 2, 3, 4)
 STEPS, CURVE_POINTS, LAST_STEPS = 300, 50, 50
+STEPS_OF_A_SIZE = 40
 # 12 virtual ranks are divisible by 1, 2, 3 and 4 workers.
 # The fused AdamW rounds the last elements of a shard differently, so that results would depend on
 # the number of workers.
@@ -110,6 +114,25 @@ def disturbed(recipe: Path, kind: str, *overrides: str) -> tuple[LiveRun, list[d
     return live, faults
 
 
+def resized(recipe: Path, *overrides: str) -> LiveRun:
+    """Run on 1 worker, then on 3, 4, 2 and 4 of them, each for at least 40 steps."""
+    with nodes() as cluster:
+        alive = [cluster.add(cpus=1)]
+        arguments = ("--address", cluster.address, "workers.max=4", *overrides)
+        live = LiveRun(recipe, "resized", recipe.parent / "log-resized", *arguments)
+        group = 1
+        live.wait_for_size(1, group, STEPS_OF_A_SIZE)
+        for size in (3, 4, 2, 4):
+            group = live.groups() + 1
+            while len(alive) < size:
+                alive.append(cluster.add(cpus=1))
+            while len(alive) > size:
+                cluster.kill(alive.pop())
+            live.wait_for_size(size, group, STEPS_OF_A_SIZE)
+        live.end(1800)
+    return live
+
+
 def audited(folder: Path, *names: str) -> dict[str, Any]:
     """Return the findings of `elastrata audit` on two runs, without the folders."""
     findings = run_json("audit", *(folder / name for name in names))
@@ -135,26 +158,31 @@ def differences(runs: Runs) -> dict[str, Any]:
 
 
 def draw_curves(runs: Runs, path: Path) -> None:
-    """Draw the losses of all runs, and below their differences from the first one."""
-    figure = picture(8, 6)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    (_, first), *other_runs = runs.items()
+    """Draw the number of workers of the disturbed run, and its losses beside those of 1 worker."""
+    (_, first), *_, (_, disturbed_steps) = runs.items()
+    difference = max(
+        relative_difference(one["loss"], other["loss"])
+        for one, other in zip(first, disturbed_steps, strict=True)
+    )
     numbers = [step["step"] for step in first]
-    for order, (name, steps) in enumerate(runs.items()):
-        losses = [step["loss"] for step in steps]
-        above.plot(numbers, losses, linewidth=5 - order, alpha=0.6, label=name)
-    below.plot([], [])  # the first run's colour
-    for name, steps in other_runs:
-        relative_differences = [
-            relative_difference(one["loss"], other["loss"])
-            for one, other in zip(first, steps, strict=True)
-        ]
-        below.plot(numbers, relative_differences, linewidth=1, label=name)
-    above.set_ylabel("loss (nats)")
-    above.legend(frameon=False)
-    below.set_yscale("symlog", linthresh=1e-9)
-    below.set_ylabel("relative difference\nfrom 1 worker")
+    sizes = [step["world_size"] for step in disturbed_steps]
+    figure = picture(8, 4.4)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2.4))
+    above.fill_between(numbers, sizes, step="mid", color="tab:blue", alpha=0.25, linewidth=0)
+    above.step(numbers, sizes, where="mid", color="tab:blue", linewidth=1.5)
+    above.set_ylim(0, max(sizes) + 0.6)
+    above.set_yticks(range(max(sizes) + 1))
+    above.set_ylabel("workers")
+    above.set_title("Workers come and go; the loss stays the same", loc="left")
+    label = f"workers that come and go (largest relative difference: {difference:.1g})"
+    below.plot(numbers, [s["loss"] for s in first], "tab:orange", linewidth=4, alpha=0.45,
+               label="1 worker, undisturbed")  # fmt: skip
+    below.plot(numbers, [s["loss"] for s in disturbed_steps], "tab:blue", linewidth=1, label=label)
+    below.set_ylabel("loss (nats)")
     below.set_xlabel("optimizer step")
+    below.legend(frameon=False)
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
 
@@ -177,6 +205,7 @@ def measure(recipe: Path, kind: str, *overrides: str) -> tuple[Runs, dict[str, A
         DISTURBED: {
             "faults": faults,
             "world_sizes": [entry["world_size"] for entry in live.of_kind("started")],
+            "world_size_of_each_step": [step["world_size"] for step in runs[DISTURBED]],
             "steps_done_again": live.rolled_back(),
             "audit": audited(folder, f"{kind}-disturbed", f"{kind}-1"),
         },
@@ -189,13 +218,34 @@ def measure(recipe: Path, kind: str, *overrides: str) -> tuple[Runs, dict[str, A
     }
 
 
+def measure_resizes(recipe: Path) -> None:
+    """Draw and write a run whose workers come and go, beside one with 1 worker."""
+    overrides = OVERRIDES["exact"]
+    runs = {
+        "1 worker": undisturbed(recipe, "exact", 1, *overrides),
+        "1 to 4 workers": resized(recipe, *overrides).steps(),
+    }
+    draw_curves(runs, RESULTS / "elasticity.png")
+    figures = {
+        "overrides": overrides,
+        "steps": STEPS,
+        "differences_from_1_worker": differences(runs),
+        "world_sizes": [step["world_size"] for step in runs["1 to 4 workers"]],
+    }
+    write_result("elasticity", figures, ("elastrata", "ray", "torch"))
+
+
 def main() -> None:
     parser = parser_of(__doc__, wikitext=True)
     parser.add_argument("--kinds", nargs="*", default=list(OVERRIDES))
+    parser.add_argument("--resizes", action="store_true")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
         recipe = write_recipe(Path(scratch), arguments.wikitext)
+        if arguments.resizes:
+            measure_resizes(recipe)
+            return
         for kind in arguments.kinds:
             runs, figures = measure(recipe, kind, *OVERRIDES[kind])
             draw_curves(runs, RESULTS / f"elasticity_{kind}.png")

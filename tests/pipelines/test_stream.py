@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,21 @@ from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.groups import Group
 from elastrata_pipelines.hashing import digest
+from elastrata_pipelines.node_rows import SharedRows
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.payload import RankStep, WrongStepError, check_order, decode
 from elastrata_pipelines.phase import Phase, place_phases
 from elastrata_pipelines.speeds import FixedSpeeds, RankKind
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.stream import RankStream, descriptors, split_dealt_groups
+from elastrata_pipelines.stream import (
+    RankStream,
+    descriptors,
+    join_groups,
+    most_tokens,
+    parts_of,
+    split_dealt_groups,
+    tables_of,
+)
 from support.synthetic import write_data_set
 
 STEPS, BATCH = 23, 29
@@ -78,6 +88,63 @@ def test_ranks_of_a_group_get_the_same_rows(ray_local, batches) -> None:
         one, other = pool.map(_collect, apart)
     assert parts == [one, one, other, other] * 2
     assert one != other
+
+
+@pytest.mark.parametrize(
+    ("nodes", "copies", "repeats"),
+    [
+        ("aaab", 2, 1),
+        *(
+            pytest.param(nodes, *shared, marks=MATRIX)
+            for nodes in ("aaaaaaaa", "aaaaaabb", "aaabbbcc", "abcabcab")
+            for shared in ((1, 1), (2, 1), (1, 2), (2, 2))
+        ),
+    ],
+)
+def test_ranks_of_shared_nodes_get_the_same_rows(
+    ray_local, batches, nodes, copies, repeats
+) -> None:
+    """Whatever the nodes, every rank gets what it gets alone on its node."""
+    phases = [Phase(batches=batches, steps=STEPS, batch_size=BATCH)]
+    own = [data_rank(rank, len(nodes), copies, repeats).rank for rank in range(len(nodes))]
+    num_ranks = len(nodes) // copies // repeats
+    apart = split_dealt_groups(descriptors(phases, Start()), phases, num_ranks)
+    with ThreadPoolExecutor(num_ranks) as pool:
+        expected = list(pool.map(_collect, apart))
+    splits = split_dealt_groups(
+        descriptors(phases, Start()), phases, nodes, copies=copies, repeats=repeats
+    )
+    shared = {
+        node: SharedRows(tables_of(splits[nodes.index(node)]), nodes.count(node))
+        for node in set(nodes)
+    }
+
+    def collect(rank: int) -> Any:
+        node, reader = nodes[rank], nodes[:rank].count(nodes[rank])
+        return _collect(parts_of(shared[node], own[rank], reader))
+
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        parts = list(pool.map(collect, range(len(nodes))))
+    assert parts == [expected[rank] for rank in own]
+
+
+def test_large_clusters_read_larger_groups(batches) -> None:
+    assert most_tokens(1, 1) == most_tokens(8, 8) == 8 * 2**20
+    assert most_tokens(1024, 128) == 40 * 2**20
+    assert most_tokens(64, 64) == 24 * 2**20  # less than 1 MB of memory for each node's ranks
+    assert most_tokens(32, 32) == 16 * 2**20 == 32 * 2**19
+    begin = Start(step=5, samples=5 * BATCH)
+    groups = list(batches.groups(begin, steps=1000, batch_size=BATCH, max_tokens=3 * 29 * 20))
+    for most in (1, 3, 50, 2000):
+        joined = list(join_groups(groups, most, begin.step))
+        assert sum(group.num_steps for group in joined) == 995
+        for group, after in pairwise(joined):
+            assert after.first_step == group.first_step + group.num_steps
+            assert after.first_position == group.first_position + group.num_steps * BATCH
+            assert after.num_steps <= max(most, 3)
+            assert after.num_steps <= after.first_step - begin.step + 1
+        assert joined[0].num_steps == 1
+    assert max(group.num_steps for group in joined) > 200
 
 
 def test_ranks_of_several_speeds_get_the_same_batches(ray_local, batches) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_KINDS = ("DistError",)
-"""Names of PyTorch's error classes for collectives."""
+_KINDS = ("DistError", "FeederLostError")
+"""Names of error classes: PyTorch's for collectives, and ours for the rank that reads the data."""
 _WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "processgroup")
 """Words in errors of collectives that PyTorch raises as a plain RuntimeError."""
 
 
 def is_victim(error: BaseException) -> bool:
-    """Return True for an error of a collective: another rank has left, or does not answer."""
+    """Return True if another rank that this one needs has left, or does not answer."""
     if any(kind.__name__ in _KINDS for kind in type(error).__mro__):
         return True
     text = str(error).lower()

@@ -34,7 +34,7 @@ from elastrata_pipelines.speeds import (
     paces_of_data_ranks,
     quantize_speeds,
 )
-from elastrata_pipelines.stream import PREFETCHED_PAYLOADS
+from elastrata_pipelines.stream import PREFETCHED_ROWS
 
 Node = Mapping[str, Any]
 STEPS_AHEAD = 12
@@ -42,9 +42,9 @@ STEPS_AHEAD = 12
 # Reading has to stay ahead of steps of any length, and the book learns of them a little later.
 SECONDS_AHEAD = 3.0
 """Reading may be this many seconds ahead, if that is more than `STEPS_AHEAD` steps."""
-# Ray Data gives a rank a payload once it has `PREFETCHED_PAYLOADS` more for it. If these were
+# Ray Data gives a rank a payload once it has `PREFETCHED_ROWS` more for it. If these were
 # further ahead than readers may be, training and reading would wait for each other.
-STEPS_IN_A_GROUP = STEPS_AHEAD // (PREFETCHED_PAYLOADS + 1)
+STEPS_IN_A_GROUP = STEPS_AHEAD // (PREFETCHED_ROWS + 1)
 """Most steps that are read together, by the same speeds."""
 _ANSWER_SECONDS, _PAUSE_SECONDS = 10.0, 0.2
 

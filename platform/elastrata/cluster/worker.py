@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn, Protocol
 
+import pyarrow as pa
 import ray.train
 import ray.util
 import torch
 import torch.distributed as dist
+from ray.data import DataIterator
 from typing_extensions import override
 
 from elastrata.checkpoints.commit import MARKER, Commit, CommitStorage
@@ -62,10 +65,11 @@ from elastrata.trainer.reporter import Reporter
 from elastrata.trainer.resume import ResumePoint
 from elastrata.trainer.trainer import Trainer, broadcast_value
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.node_rows import RowServer, SharedRows, parts_from, ranks_of_nodes
 from elastrata_pipelines.retry import retry_storage_action
 from elastrata_pipelines.speeds import RankKinds
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.stream import RankStream
+from elastrata_pipelines.stream import RankStream, parts_of, tables_of
 
 STREAM = "train"
 """The name of the data set that Ray Train shards among the workers."""
@@ -84,7 +88,8 @@ def train_worker(config: dict[str, Any]) -> None:
     job: Job = config["job"]
     sender = WorkerSender(job.channel, rank=ray.train.get_context().get_world_rank())
     try:
-        _train(job, sender)
+        with ExitStack() as closing:
+            _train(job, sender, closing)
     except ReleasedError:
         return
     except UserError as error:
@@ -121,8 +126,14 @@ class WorkerSender(Sender):
         super().send(event)
 
 
-def _train(job: Job, sender: Sender) -> None:
-    """Train from the newest state to the last step, or to the target."""
+def _train(job: Job, sender: Sender, closing: ExitStack) -> None:
+    """Train from the newest state to the last step, or to the target.
+
+    Args:
+        job: the job.
+        sender: sends events to the driver.
+        closing: receives what to close at the end.
+    """
     stopwatch, recipe, has_served = Stopwatch(), job.recipe, not _is_first_time("group")
     context = ray.train.get_context()
     spares = _affordable_spares(job, context)
@@ -130,7 +141,7 @@ def _train(job: Job, sender: Sender) -> None:
     # By default every worker would use all cores of the node.
     torch.set_num_threads(recipe.workers.threads or _count_threads(group.per_node))
     kinds = kinds_by_node(recipe)(group.nodes)
-    trainer, stream = _build(job, group, kinds, stopwatch)
+    trainer, stream = _build(job, group, kinds, stopwatch, closing)
     resumed = get_resume_point()
     commit = _read_commit(job, resumed)
     # Only rank 0 reads and writes the run's history.
@@ -198,12 +209,13 @@ def _train(job: Job, sender: Sender) -> None:
 
 
 def _build(
-    job: Job, group: Membership, kinds: RankKinds, stopwatch: Stopwatch
+    job: Job, group: Membership, kinds: RankKinds, stopwatch: Stopwatch, closing: ExitStack
 ) -> tuple[Trainer, RankStream]:
     """Build the trainer while this rank's stream opens; return both."""
     token_dtype = job.phases[0].batches.manifest.token_dtype
     with ThreadPoolExecutor(1) as background:
-        opening = background.submit(RankStream, ray.train.get_dataset_shard(STREAM), token_dtype)
+        parts = _open_parts(group, ray.train.get_dataset_shard(STREAM), closing)
+        opening = background.submit(lambda: RankStream(parts(), token_dtype))
         stopwatch.end_phase("shard")
         trainer = Trainer(
             job.recipe,
@@ -218,6 +230,36 @@ def _build(
         stream = opening.result()
         stopwatch.end_phase("data")
     return trainer, stream
+
+
+def _open_parts(
+    group: Membership, iterator: DataIterator, closing: ExitStack
+) -> Callable[[], Iterator[pa.Buffer]]:
+    """Return a function that returns this rank's parts of the stream. Collective.
+
+    The first rank of each node reads the node's rows, and serves the others.
+    """
+    node, num_ranks = group.nodes[group.rank], group.data.dp_size
+    if len(set(group.nodes)) == group.world_size:
+        return lambda: parts_of(SharedRows(tables_of(iterator), node=node))
+    local_ranks = [rank for rank, other in enumerate(group.nodes) if other == node]
+    address = None
+    if group.rank == local_ranks[0]:
+        rows = SharedRows(
+            tables_of(iterator),
+            len(local_ranks),
+            node=node,
+            ranks=ranks_of_nodes(group.nodes, group.data_ranks)[node],
+            num_ranks=num_ranks,
+        )
+        server = RowServer(rows, len(local_ranks) - 1, num_ranks=num_ranks, node=node)
+        closing.callback(server.close)
+        address = server.address
+    addresses = gather_from_ranks(address, group.world_size)
+    if address is not None:
+        return lambda: parts_of(rows, group.data.rank)
+    first = addresses[local_ranks[0]]
+    return lambda: parts_from(first, group.data.rank, num_ranks=num_ranks, node=node)
 
 
 def _load_state(trainer: Trainer, job: Job, resumed: ResumePoint, commit: Commit | None) -> None:
