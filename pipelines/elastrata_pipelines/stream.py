@@ -9,6 +9,7 @@ node's ranks (`node_rows.py`). `streaming_split` distributes the rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
@@ -23,10 +24,13 @@ from ray.data import DataIterator, Dataset, ExecutionOptions, ExecutionResources
 from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Start
 from elastrata_pipelines.groups import Group, Groups
 from elastrata_pipelines.node_rows import (
+    Address,
     NodeRow,
     Origin,
+    RowServer,
     SharedRows,
     join_by_node,
+    parts_from,
     ranks_of_nodes,
 )
 from elastrata_pipelines.payload import RankStep, decode
@@ -307,6 +311,47 @@ def parts_of(rows: SharedRows, rank: int | None = None, reader: int = 0) -> Iter
     """Yield the parts of a data rank of this node; of its first one by default."""
     while (row := rows.take(reader)) is not None:
         yield row.part(row.origin.ranks[0] if rank is None else rank)
+
+
+def open_parts(
+    iterator: DataIterator,
+    *,
+    nodes: Sequence[str],
+    data_ranks: Sequence[int],
+    rank: int,
+    gather: Callable[[Address | None], Sequence[Address | None]],
+    closing: ExitStack,
+) -> Callable[[], Iterator[pa.Buffer]]:
+    """Return a function that returns this rank's parts. Collective if ranks share a node.
+
+    The first rank of each node reads the node's rows, and serves the others.
+
+    Args:
+        iterator: this rank's iterator from `StreamConfig`.
+        nodes: node of every rank.
+        data_ranks: data rank of every rank.
+        rank: this rank.
+        gather: returns every rank's value, by rank.
+        closing: receives what to close once this rank has left its group.
+    """
+    node, num_ranks = nodes[rank], max(data_ranks) + 1
+    if len(set(nodes)) == len(nodes):
+        return lambda: parts_of(SharedRows(tables_of(iterator), node=node))
+    local_ranks = [other for other, its_node in enumerate(nodes) if its_node == node]
+    address = None
+    if rank == local_ranks[0]:
+        ranks = ranks_of_nodes(nodes, data_ranks)[node]
+        rows = SharedRows(
+            tables_of(iterator), len(local_ranks), node=node, ranks=ranks, num_ranks=num_ranks
+        )
+        server = RowServer(rows, len(local_ranks) - 1, num_ranks=num_ranks, node=node)
+        closing.callback(server.close)
+        address = server.address
+    first = gather(address)[local_ranks[0]]
+    if address is not None:
+        return lambda: parts_of(rows, data_ranks[rank])
+    assert first is not None, f"rank {local_ranks[0]} is the first one of node {node}"
+    return lambda: parts_from(first, data_ranks[rank], num_ranks=num_ranks, node=node)
 
 
 class RankStream:

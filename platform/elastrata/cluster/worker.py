@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn, Protocol
 
-import pyarrow as pa
 import ray.train
 import ray.util
 import torch
 import torch.distributed as dist
-from ray.data import DataIterator
 from typing_extensions import override
 
 from elastrata.checkpoints.commit import MARKER, Commit, CommitStorage
@@ -65,11 +63,10 @@ from elastrata.trainer.reporter import Reporter
 from elastrata.trainer.resume import ResumePoint
 from elastrata.trainer.trainer import Trainer, broadcast_value
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.node_rows import RowServer, SharedRows, parts_from, ranks_of_nodes
 from elastrata_pipelines.retry import retry_storage_action
 from elastrata_pipelines.speeds import RankKinds
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.stream import RankStream, parts_of, tables_of
+from elastrata_pipelines.stream import RankStream, open_parts
 
 STREAM = "train"
 """The name of the data set that Ray Train shards among the workers."""
@@ -214,7 +211,14 @@ def _build(
     """Build the trainer while this rank's stream opens; return both."""
     token_dtype = job.phases[0].batches.manifest.token_dtype
     with ThreadPoolExecutor(1) as background:
-        parts = _open_parts(group, ray.train.get_dataset_shard(STREAM), closing)
+        parts = open_parts(
+            ray.train.get_dataset_shard(STREAM),
+            nodes=group.nodes,
+            data_ranks=group.data_ranks,
+            rank=group.rank,
+            gather=lambda address: gather_from_ranks(address, group.world_size),
+            closing=closing,
+        )
         opening = background.submit(lambda: RankStream(parts(), token_dtype))
         stopwatch.end_phase("shard")
         trainer = Trainer(
@@ -230,36 +234,6 @@ def _build(
         stream = opening.result()
         stopwatch.end_phase("data")
     return trainer, stream
-
-
-def _open_parts(
-    group: Membership, iterator: DataIterator, closing: ExitStack
-) -> Callable[[], Iterator[pa.Buffer]]:
-    """Return a function that returns this rank's parts of the stream. Collective.
-
-    The first rank of each node reads the node's rows, and serves the others.
-    """
-    node, num_ranks = group.nodes[group.rank], group.data.dp_size
-    if len(set(group.nodes)) == group.world_size:
-        return lambda: parts_of(SharedRows(tables_of(iterator), node=node))
-    local_ranks = [rank for rank, other in enumerate(group.nodes) if other == node]
-    address = None
-    if group.rank == local_ranks[0]:
-        rows = SharedRows(
-            tables_of(iterator),
-            len(local_ranks),
-            node=node,
-            ranks=ranks_of_nodes(group.nodes, group.data_ranks)[node],
-            num_ranks=num_ranks,
-        )
-        server = RowServer(rows, len(local_ranks) - 1, num_ranks=num_ranks, node=node)
-        closing.callback(server.close)
-        address = server.address
-    addresses = gather_from_ranks(address, group.world_size)
-    if address is not None:
-        return lambda: parts_of(rows, group.data.rank)
-    first = addresses[local_ranks[0]]
-    return lambda: parts_from(first, group.data.rank, num_ranks=num_ranks, node=node)
 
 
 def _load_state(trainer: Trainer, job: Job, resumed: ResumePoint, commit: Commit | None) -> None:
