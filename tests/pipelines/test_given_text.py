@@ -68,9 +68,17 @@ SIDECARS = [
     "_SUCCESS", "_metadata", "_common_metadata", "_committed_17", "_started_17",
     "_temporary/0/part-1.txt", ".part-0.txt.crc", "part-0.txt.crc", ".gitattributes", ".git/config",
     "README.md", "deep/README.md", "dataset_infos.json", "dataset_info.json", "part-9._COPYING_",
-    "_delta_log/00.json",
+    "_delta_log/00.json", "__pycache__/a.pyc", ".venv/a.py",
 ]  # fmt: skip
-DATA = ["part-0.txt", "_year=2024/part-0.txt", "notes.md", "a_b.txt", "deep/SUCCESS.txt"]
+DATA = [
+    "__init__.py",
+    "_core/a.py",
+    "part-0.txt",
+    "_year=2024/part-0.txt",
+    "notes.md",
+    "a_b.txt",
+    "deep/SUCCESS.txt",
+]
 
 
 @pytest.mark.parametrize("pattern", ["", "/**"])

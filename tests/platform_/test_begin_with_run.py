@@ -19,13 +19,14 @@ from elastrata.checkpoints.state import (
 )
 from elastrata.cli.main import run as run_here
 from elastrata.parallel.mesh import lone_group
-from elastrata.recipe.file import load_recipe
+from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import read_identity
 from elastrata.sweeps.trial import LoneTrial
 from elastrata.trainer.initial_weights import find_parent
 from elastrata.trainer.preflight import find_training_data
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
 from support.begin_ranks import Begun, first_losses, optimizer_states
 from support.lone_run import lone_run
@@ -155,6 +156,47 @@ def test_a_step_without_a_checkpoint_is_refused_with_the_nearest(
     (line,) = _refused(folder, f"{parent}@3000")
     assert line.startswith("begin_with.weights: 3000: expected newest, best or one of the steps 2")
     assert line.endswith("(did you mean '4'?)")
+
+
+def test_all_that_is_wrong_is_told_at_once(
+    folder: Path, parent: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = folder / "other-data"
+    shutil.copytree(folder / "data", other)
+    told: dict[str, object] = {"tokenizer_fingerprint": "another"}
+    for storage in (Storage(str(other / "held_out")), Storage(str(other))):
+        manifest = Manifest.read(storage).model_copy(update=told)
+        manifest.write(storage)
+        told["held_out"] = manifest.fingerprint
+    begin = {"weights": f"{parent}@3000", "optimizer": True}
+    changed = {"workload": {**GPT, "norm": "rms"}, "data": {"path": str(other)}}
+    step, norm, tokenizer = _refused(folder, begin, **changed)
+    absent = "begin_with.weights: 3000: expected newest, best or one of the steps 2, 4"
+    assert step.startswith(absent)
+    assert norm == f"workload.norm: rms: expected layer, as {parent} has"
+    assert tokenizer.startswith(f"data.path: {other}: its tokenizer has other ids than that of ")
+    # Also if the data set cannot be used at all.
+    path = folder / "absent.yaml"
+    recipe = Recipe.model_validate(_recipe(folder, begin, data={"path": str(folder / "no-data")}))
+    path.write_text(to_yaml(recipe), encoding="utf-8")
+    assert run_here(["train", str(path), "--name", "absent"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "no-data: no data set here (manifest.json" in line]
+    assert [line for line in lines if absent in line]
+
+
+def test_a_part_of_a_run_or_of_a_model_names_the_whole(
+    folder: Path, parent: Path, tmp_path: Path
+) -> None:
+    (newest, *_) = sorted((parent / "checkpoints").glob("000000004-*"))
+    (line,) = _refused(folder, str(newest))
+    assert line == (f"begin_with.weights: {newest}: a checkpoint, expected its run, {parent}@4")
+    for file in (parent / "run.json", tmp_path / "config.json", tmp_path / "model.safetensors"):
+        file.touch()
+        (line,) = _refused(folder, str(file))
+        assert line == (
+            f"begin_with.weights: {file}: a file, expected the folder that it is in, {file.parent}"
+        )
 
 
 def test_a_checkpoint_that_does_not_verify_is_refused(folder: Path, parent: Path) -> None:

@@ -33,10 +33,10 @@ class SourceConfig(ConfigPart):
     ]
     """Files, folders (all regular files below them) or globs: local, URLs such as
     `s3://bucket/folder`, or `hf://datasets/NAME/folder` (Hugging Face Hub). In folders and globs,
-    files beside the data are passed over and counted: hidden ones, names that begin with `_` (as in
-    Spark), .crc, and the hub's README.md, config.json, dataset_infos.json and the like. Compressed
-    files (.gz, .bz2, .xz, .zst) are decompressed; members of tar archives (.tar, .tgz, .tar.xz, a
-    .xz that holds one) are read like files of their names."""
+    files beside the data are passed over and counted: hidden ones, names that begin with `_` as in
+    Spark (but Python's sources), .crc, and the hub's README.md, config.json, dataset_infos.json and
+    the like. Compressed files (.gz, .bz2, .xz, .zst) are decompressed; members of tar archives
+    (.tar, .tgz, .tar.xz, a .xz that holds one) are read like files of their names."""
     name: str | None = None
     """Unique name, a part of every sample's identity. Default: `source-<number>`."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"

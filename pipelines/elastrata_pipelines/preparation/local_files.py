@@ -31,6 +31,8 @@ _CARDS_OF_THE_HUB = {
     "dummy_data.zip",
 }  # fmt: skip
 """Files that the `datasets` library never reads as data."""
+_PYTHON = (".py", ".pyi", ".pyx", ".pxd")
+"""Endings of files whose names, and those of their folders, often begin with `_`."""
 
 
 @dataclass
@@ -71,6 +73,7 @@ def is_sidecar(path: str, pattern: str = "") -> bool:
 
     Such names begin with `.` or `_`, as in Spark, where `_name=value` is a partition with data, end
     as those of checksums and unfinished copies, or are those of the Hugging Face hub's cards.
+    Python's sources may begin with `_`.
 
     Args:
         path: path below the source.
@@ -80,13 +83,18 @@ def is_sidecar(path: str, pattern: str = "") -> bool:
 
 
 def _count_sidecars(path: str) -> int:
+    is_python = path.endswith(_PYTHON)
     return sum(
-        bool(part.startswith(".") and part.strip("."))
-        or (part.startswith("_") and "=" not in part)
+        _is_hidden(part)
+        or (part.startswith("_") and "=" not in part and not is_python)
         or part.endswith((".crc", "._COPYING_"))
         or part in _CARDS_OF_THE_HUB
         for part in path.split("/")
     )
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") and bool(name.strip("."))
 
 
 def utf8_name(path: str) -> str:
@@ -213,7 +221,7 @@ class _Walk:
                 _add_error(self._found, folder, error)
                 continue
             for entry in entries:
-                if is_sidecar(entry.name):
+                if _is_hidden(entry.name):
                     self._found.sidecars.append(entry.path)
                 else:
                     self._visit(entry)
@@ -232,12 +240,18 @@ class _Walk:
                 yield folder
 
     def _visit(self, entry: os.DirEntry[str]) -> None:
+        inside = entry.path[len(self._found.base) + 1 :]
         try:
             status = entry.stat()
         except OSError as error:
-            _add_error(self._found, entry.path, error)
+            if is_sidecar(inside):
+                self._found.sidecars.append(entry.path)
+            else:
+                _add_error(self._found, entry.path, error)
             return
-        if not stat.S_ISDIR(status.st_mode):
+        if not stat.S_ISDIR(status.st_mode) and is_sidecar(inside):
+            self._found.sidecars.append(entry.path)
+        elif not stat.S_ISDIR(status.st_mode):
             _add_file(self._found, entry.path, status)
         elif entry.is_symlink():
             heapq.heappush(self._links, entry.path)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastrata.checkpoints.commit import FolderName
 from elastrata.checkpoints.safetensors_files import SafetensorsFolder
 from elastrata_pipelines.checked_json import read_bytes
 from elastrata_pipelines.errors import UserError, suggest_nearest
@@ -91,13 +92,34 @@ def find_weights_folder(place: str, revision: str | None) -> WeightsFolder:
     Raises:
         UserError: neither exists.
     """
+    if is_on_hub(place):
+        return _from_hub(place, revision)
     folder = Storage(place)
+    if not folder.exists():
+        raise UserError(f"{folder.uri()}: no such folder{_hint(place)}")
+    _refuse_part(folder)
+    return WeightsFolder(folder)
+
+
+def is_on_hub(place: str) -> bool:
+    """Return whether a place is a model's name on the hub rather than a path or URL."""
     # An existing folder wins over a hub model of the same name.
-    if "://" in place or Path(place).exists() or not _HUB_NAME.fullmatch(place):
-        if not folder.exists():
-            raise UserError(f"{folder.uri()}: no such folder{_hint(place)}")
-        return WeightsFolder(folder)
-    return _from_hub(place, revision)
+    return not ("://" in place or Path(place).exists() or not _HUB_NAME.fullmatch(place))
+
+
+def _refuse_part(folder: Storage) -> None:
+    """Check that a place is a whole folder.
+
+    Raises:
+        UserError: it is a file in one, or a checkpoint in a run's folder.
+    """
+    where = folder.uri()
+    parent, _, name = where.rpartition("/")
+    if folder.fs.isfile(folder.path()):
+        raise UserError(f"{where}: a file, expected the folder that it is in, {parent}")
+    run, _, section = parent.rpartition("/")
+    if section == "checkpoints" and (checkpoint := FolderName.parse(name)):
+        raise UserError(f"{where}: a checkpoint, expected its run, {run}@{checkpoint.step}")
 
 
 def _from_hub(name: str, revision: str | None) -> WeightsFolder:

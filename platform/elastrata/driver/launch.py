@@ -47,7 +47,7 @@ from elastrata.step.events import Committed, Event, Launched, Warned
 from elastrata.step.records import StepRecord, Stopwatch
 from elastrata.step.target import TargetConfig
 from elastrata.tracking.tracker import Tracker, open_tracker
-from elastrata.trainer.initial_weights import find_parent, keep_rows
+from elastrata.trainer.initial_weights import find_parent, keep_rows, place_problems
 from elastrata.trainer.preflight import (
     TrainingData,
     check_storage,
@@ -100,7 +100,10 @@ def train(
     recipe = resolve_steps(recipe)
     root = Storage(recipe.storage)
     run = root.sub(name)
-    data = find_training_data(recipe, _read_fork_origin(run))
+    try:
+        data = find_training_data(recipe, _read_fork_origin(run))
+    except UserError as error:
+        raise UserError(*error.problems, *place_problems(run, recipe)) from None
     for line in list_warnings(recipe, data):
         show(Warned(text=line))
     # Before anything is written or started: a mistake shows within seconds.

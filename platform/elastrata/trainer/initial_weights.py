@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from elastrata.checkpoints.weights_folder import (
     TOKENIZER,
     WeightsFolder,
     find_weights_folder,
+    is_on_hub,
 )
 from elastrata.parallel.init_weights import id_tables, partial_tables, tensor_shapes
 from elastrata.parallel.sharding import local, local_box
@@ -102,9 +103,28 @@ def _find_weights(
         folder = find_weights_folder(begin.place, chosen or begin.revision)
         return find_folder_parent(folder, begin, recipe, data, warn)
     except UserError as error:
-        # Lines that name no key are about the weights.
-        lines = (line if line.startswith(_OWN) else f"{_KEY}: {line}" for line in error.problems)
-        raise UserError(*lines) from None
+        raise UserError(*_with_key(error.problems)) from None
+
+
+def _with_key(lines: Iterable[str]) -> Iterator[str]:
+    # Lines that name no key are about the weights.
+    return (line if line.startswith(_OWN) else f"{_KEY}: {line}" for line in lines)
+
+
+def place_problems(run: Storage, recipe: Recipe) -> list[str]:
+    """Return the reasons why the weights of a new run cannot be found, whatever its data is."""
+    begin = recipe.begin_with
+    if begin is None or list_commits(run.sub("checkpoints")):
+        return []
+    try:
+        if is_run(begin.place):
+            choose_commit(Storage(begin.place), begin.revision or "newest", _KEY)
+        # A model of the hub would be downloaded.
+        elif not is_on_hub(begin.place):
+            find_weights_folder(begin.place, begin.revision)
+    except UserError as error:
+        return list(_with_key(error.problems))
+    return []
 
 
 def find_run_parent(
@@ -123,18 +143,23 @@ def find_run_parent(
     identity = read_identity(run)
     if identity is None:
         raise UserError(f"{begin.weights}: no run here ({RUN_FILE} is missing)")
-    checkpoints = run.sub("checkpoints")
-    commit = choose_commit(run, folder or begin.revision or "newest", _KEY)
-    # All checksums, once: later starts only compare the marker.
-    if damaged := file_problems(checkpoints, commit):
-        raise UserError(f"{_KEY}: checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
+    checkpoints, commit, lines = run.sub("checkpoints"), None, list[str]()
+    # All mistakes are reported at once, so the recipe is compared with a checkpoint that is missing
+    # or damaged, too, except for its tensors.
+    try:
+        commit = choose_commit(run, folder or begin.revision or "newest", _KEY)
+        # All checksums, once: later starts only compare the marker.
+        if damaged := file_problems(checkpoints, commit):
+            lines.append(f"{_KEY}: checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
+    except UserError as error:
+        lines += error.problems
     before = read_recipe(run, identity)
-    given = _given(run, before, commit, identity.data[0], data, warn)
+    given = _given(run, before, None if lines else commit, identity.data[0], data, warn)
     recipe = keep_rows(recipe, data, given.num_ids)
-    lines = fit_problems(given, begin, recipe, data)
-    if begin.optimizer:
+    lines += fit_problems(given, begin, recipe, data)
+    if begin.optimizer and given.sizes is not None:
         lines += _optimizer_problems(before, recipe, given, data)
-    if lines:
+    if lines or commit is None:
         raise UserError(*lines)
     return Parent(
         kind="run",
@@ -152,20 +177,21 @@ def find_run_parent(
 def _given(
     run: Storage,
     before: Recipe,
-    commit: Commit,
+    commit: Commit | None,
     data_set: DataSet,
     data: TrainingData,
     warn: Callable[[str], None],
 ) -> GivenWeights:
     """Return the tensors and token ids of a checkpoint, by its run's recipe and data set."""
-    manifest, name = _find_manifest(data_set, data), f"{run.uri()}, step {commit.step}"
+    manifest, name = _find_manifest(data_set, data), run.uri()
+    name = f"{name}, step {commit.step}" if commit else name
     if manifest is None:
         warn(f"{data_set.url}: not the data set of {name} any more: its ids are not checked")
     return GivenWeights(
         name=name,
         workload=before.workload.name,
         architecture=before.workload.architecture(),
-        sizes=model_sizes(run.sub("checkpoints"), commit),
+        sizes=model_sizes(run.sub("checkpoints"), commit) if commit else None,
         num_ids=before.workload.num_ids((manifest or data.train.manifest).vocabulary),
         tokenizer=read_data_tokenizer(Storage(data_set.url), manifest) if manifest else None,
     )
@@ -358,8 +384,8 @@ class GivenWeights:
     workload: str
     architecture: Mapping[str, Any]
     """Keys as in `Workload.architecture`."""
-    sizes: Mapping[str, Shape]
-    """Shapes, by the names of `counterpart`."""
+    sizes: Mapping[str, Shape] | None
+    """Shapes, by the names of `counterpart`; None if they cannot be read."""
     counterpart: Counterpart = field(default_factory=Counterpart)
     """Mapping of the model's parameters to the stored ones; by default they have the same names."""
     num_ids: int
@@ -396,31 +422,34 @@ def fit_problems(
         if key not in ours
     ]
     # With another architecture, every tensor would differ; the keys are the better message.
-    lines = lines or [f"{_KEY}: {line}" for line in _tensor_problems(given, recipe, data)]
+    if not lines and given.sizes is not None:
+        lines = [f"{_KEY}: {line}" for line in _tensor_problems(given, given.sizes, recipe, data)]
     return [*lines, *_vocabulary_problems(given, begin, workload, data)]
 
 
-def _tensor_problems(given: GivenWeights, recipe: Recipe, data: TrainingData) -> Iterator[str]:
+def _tensor_problems(
+    given: GivenWeights, sizes: Mapping[str, Shape], recipe: Recipe, data: TrainingData
+) -> Iterator[str]:
     """Yield a line for missing and unexpected tensors, and for shapes that differ."""
     model = recipe.workload, data.vocabulary, data.seq_len
     ours, table = tensor_shapes(*model), given.counterpart
     expected = {table.origin(name).name: table.origin(name).shape(s) for name, s in ours.items()}
-    expected |= {name: given.sizes.get(name, ()) for name in table.zeros(ours)}
+    expected |= {name: sizes.get(name, ()) for name in table.zeros(ours)}
     tables = {table.origin(name).name for name in id_tables(*model)}
-    missing, extra = expected.keys() - given.sizes.keys(), given.sizes.keys() - expected.keys()
+    missing, extra = expected.keys() - sizes.keys(), sizes.keys() - expected.keys()
     if missing:
         hints = suggest_nearest(min(missing), extra)
         yield f"{given.name}: lacks {abbreviate(missing)}{hints}"
     if extra:
         yield f"{given.name}: has {abbreviate(extra)}, which the model has not"
-    for name in sorted(expected.keys() & given.sizes.keys()):
+    for name in sorted(expected.keys() & sizes.keys()):
         # The number of rows of a table of ids may differ: the vocabulary may be extended.
         first = 1 if name in tables else 0
-        if expected[name][first:] != given.sizes[name][first:]:
-            yield f"{given.name}: {name} has shape {given.sizes[name]}, expected {expected[name]}"
-        elif first and given.sizes[name][0] < given.num_ids:
+        if expected[name][first:] != sizes[name][first:]:
+            yield f"{given.name}: {name} has shape {sizes[name]}, expected {expected[name]}"
+        elif first and sizes[name][0] < given.num_ids:
             yield (
-                f"{given.name}: {name} has {given.sizes[name][0]:,} rows, expected one for each of "
+                f"{given.name}: {name} has {sizes[name][0]:,} rows, expected one for each of "
                 f"{given.num_ids:,} ids"
             )
 

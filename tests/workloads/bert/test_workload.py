@@ -13,6 +13,8 @@ from elastrata.step.evaluate import evaluate, evaluation_metrics
 from elastrata.step.forward_backward import WholeModel
 from elastrata.workload.workload import workload_class
 from elastrata_pipelines.format import Manifest, Vocabulary
+from elastrata_pipelines.preparation import TokenizerConfig
+from elastrata_pipelines.preparation.training import train_tokenizer
 from elastrata_workloads.bert import Bert
 
 
@@ -82,6 +84,16 @@ def test_impossible_values_are_refused(values, message) -> None:
 def test_unfit_data_sets_are_refused_in_one_line(workload, changes, expected) -> None:
     (line,) = Bert(**workload).problems(manifest(**changes))
     assert expected in line
+
+
+def test_data_made_for_a_gpt_is_told() -> None:
+    assert Bert().advice(manifest()) == Bert().advice(manifest(packing="best_fit")) == []
+    config = TokenizerConfig(train="bpe", vocab_size=300)
+    vocabulary = train_tokenizer(["a few words of text"], config, seq_len=32).vocabulary()
+    assert Bert().problems(manifest(vocabulary=vocabulary)) == []
+    frame, cut = Bert().advice(manifest(vocabulary=vocabulary, packing="concat"))
+    assert frame.startswith("its tokenizer has no [CLS] and [SEP], as for a gpt")
+    assert cut.startswith("packing: concat cuts its documents anywhere, as for a gpt")
 
 
 @pytest.mark.parametrize("next_sentence", [False, True])

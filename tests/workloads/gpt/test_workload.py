@@ -88,7 +88,7 @@ def test_impossible_values_are_refused(values, message) -> None:
 def test_unfit_data_sets_are_refused_in_one_line(manifest) -> None:
     longer = Manifest(**{**fields_of(manifest), "seq_len": 1025})
     (line,) = Gpt().problems(longer)
-    assert "workload.max_positions: 1024, but this data set has samples of up to 1025" in line
+    assert "workload.max_positions: 1024, but this data set has samples of up to 1,025" in line
     pairs = Manifest(**{**fields_of(manifest), "pairs": True})
     (line,) = Gpt().problems(pairs)
     assert "prepare it without pairs" in line

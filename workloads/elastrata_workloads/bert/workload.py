@@ -22,7 +22,7 @@ from elastrata_workloads.bert import hf
 from elastrata_workloads.bert.objective import BertBatch, Objective, loss
 from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded.masked_lm import MaskedTransformer
-from elastrata_workloads.unpadded.workload import Small
+from elastrata_workloads.unpadded.workload import Small, has_frame
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,6 +88,22 @@ class Bert(MaskedTransformer):
             lines.append(
                 "workload.next_sentence: true, but this data set has no sentence pairs; "
                 "prepare it with pairs or set next_sentence to false"
+            )
+        return lines
+
+    @override
+    def advice(self, manifest: Manifest) -> list[str]:
+        """Return a line if the tokenizer is one for GPT, and one if samples are cut as for GPT."""
+        lines = []
+        if not has_frame(manifest.vocabulary):
+            lines.append(
+                "its tokenizer has no [CLS] and [SEP], as for a gpt: a bert would learn without "
+                "them; prepare with tokenizer.train: wordpiece, or --tokenizer wordpiece"
+            )
+        if manifest.packing == "concat":
+            lines.append(
+                "packing: concat cuts its documents anywhere, as for a gpt: a bert's samples begin "
+                "with documents; prepare with packing: none or best_fit"
             )
         return lines
 

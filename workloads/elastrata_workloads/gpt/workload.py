@@ -30,6 +30,7 @@ from elastrata_workloads.unpadded.workload import (
     Width,
     check_divides,
     check_head_is_even,
+    has_frame,
 )
 
 if TYPE_CHECKING:
@@ -37,11 +38,6 @@ if TYPE_CHECKING:
 
 # Llama rounds the width of its feed-forward up to a multiple of this.
 _GATED_MULTIPLE = 256
-
-
-# A tokenizer for running text has a single such token, its end of text.
-_BERTS_FRAMING = 3
-"""Number of framing tokens of a BERT tokenizer: `[CLS]`, `[SEP]` and `[UNK]`."""
 
 
 class Gpt(UnpaddedTransformer):
@@ -152,9 +148,7 @@ class Gpt(UnpaddedTransformer):
         Besides padding and mask, such a tokenizer has tokens for the start, the end and unknown
         words.
         """
-        vocabulary = manifest.vocabulary
-        framing = {*vocabulary.special_ids} - {vocabulary.pad_id, vocabulary.mask_id}
-        if vocabulary.mask_id is None or len(framing) < _BERTS_FRAMING:
+        if manifest.vocabulary.mask_id is None or not has_frame(manifest.vocabulary):
             return []
         return [
             "its tokenizer has a mask token, as BERT's have, and no end of text: a gpt would learn "

@@ -77,6 +77,17 @@ def check_weights(num_layers: int, hidden_size: int, intermediate_size: int | No
         )
 
 
+# A tokenizer for running text has a single such token, its end of text.
+_BERTS_FRAMING = 3
+"""Number of framing tokens of a BERT tokenizer: `[CLS]`, `[SEP]` and `[UNK]`."""
+
+
+def has_frame(vocabulary: Vocabulary) -> bool:
+    """Return whether a tokenizer has the tokens that BERT's put around samples."""
+    framing = {*vocabulary.special_ids} - {vocabulary.pad_id, vocabulary.mask_id}
+    return len(framing) >= _BERTS_FRAMING
+
+
 def _divisors(number: int) -> list[int]:
     """Return all divisors of a number, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
