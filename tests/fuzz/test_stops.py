@@ -3,6 +3,7 @@ lines on standard error, never a traceback; and what waits for a server says so 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from support.stops import (
     PAGE,
     Ended,
     expected,
+    is_json,
     make_home,
     matches,
     missing_means,
@@ -83,7 +85,10 @@ def test_a_command_ends_as_documented(
     shown = "\n".join(line for _, line in (*ended.out, *ended.err))
     assert ended.code == outcome.code, shown
     assert "Traceback" not in shown
-    assert len(errors) <= MOST_LINES, shown
+    if is_json(command, condition):  # its progress goes to standard error
+        assert json.loads(ended.out[-1][1]) == {"status": "error", "errors": errors[-1:]}
+    elif ended.code:
+        assert len(errors) <= MOST_LINES, shown
     if outcome.line:
         assert matches(outcome.line, errors[-1]), shown
     if condition in ASKING[1:] and LINES[command].server:

@@ -126,8 +126,9 @@ LINES = {
         work="open:fire_or_ice",
     ),
     "doctor": Line(
-        local="doctor --storage out/d",
+        local="doctor --cluster gcp",
         server="doctor --storage s3://bucket/runs",
+        signalled="doctor",
         start=_RAY,
         work="line:.",
         uses_ray=True,
@@ -201,6 +202,7 @@ _SPECIAL = {
         Outcome(1, "TIME this machine is to be stopped; not drained: REASON"),
     ),
     ("guard", "SIGTERM at work"): _SUCCESS,
+    **dict.fromkeys((("doctor", condition) for condition in ASKING), Outcome(1)),
 }
 """Of single cases."""
 
@@ -214,6 +216,11 @@ def expected(command: str, condition: str) -> Outcome:
     }
     general = _OUTCOMES[condition] if is_concerned.get(condition, True) else _SUCCESS
     return _SPECIAL.get((command, condition), general)
+
+
+def is_json(command: str, condition: str) -> bool:
+    """Return whether a case is run with `--json`: where SIGTERM ends a command that has it."""
+    return condition.startswith("SIGTERM") and command != "guard"
 
 
 def matches(line: str, text: str) -> bool:
@@ -309,6 +316,8 @@ def run_under(condition: str, command: str, home: Path, scratch: Path) -> Ended:
             host = stack.enter_context(_dead_server())
             variables |= {"AWS_ENDPOINT_URL": f"http://{host}", "HF_ENDPOINT": f"http://{host}"}
         words = text.format(server=f"http://{host}", host=host).split()
+        if is_json(command, condition):
+            words.append("--json")
         return _run(
             [*prefix, _COMMAND, *words],
             place,
