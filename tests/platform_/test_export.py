@@ -61,7 +61,7 @@ def test_the_class_that_is_recommended_loads_all_of_it(
     assert list(result) == documented_keys("export")
     loader = LOADERS[kind]
     assert result["loader"] == loader
-    code = shown.err.splitlines()[1].removeprefix("next     ")
+    code = shown.err.splitlines()[2].removeprefix("next     ")
     assert code.startswith(f"from transformers import {loader}; {loader}.from_pretrained(")
     found = getattr(transformers, loader).from_pretrained(result["path"], output_loading_info=True)
     assert not any(found[1].values())

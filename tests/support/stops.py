@@ -78,7 +78,9 @@ LINES = {
         local="plan gpt/tiny --cluster 8xT4 --write out/planned.yaml",
         work="import:elastrata.planner.plan",
     ),
-    "rehearse": Line(local="rehearse bert/tiny --cluster 2xT4 --no-graphs", work="line:on 2xT4"),
+    "rehearse": Line(
+        local="rehearse bert/tiny --cluster 2xT4 --no-graphs", work="line:^rehearsing"
+    ),
     "simulate": Line(
         local="simulate gpt/tiny --cluster 8xT4 --step-seconds 1 --plot out/workers.png",
         work="import:elastrata.simulation.simulate",

@@ -64,19 +64,20 @@ def export(
     from elastrata.tracking.tracker import check_model_name
     from elastrata.workload.hf_folder import weight_form
 
+    console = open_console(as_json=json)
     # All options are checked before the export, which may take minutes.
     form = weight_form(dtype, shard_size)
     if register is not None:
         check_model_name(register)
     run = find_run_folder(run).url
     check_free(out)
+    console.print(f"exporting {run}", markup=False)
     # The repository is created before the export, so that a refusal of the hub comes early.
     repository = HubRepository(push, public=public) if push is not None else None
     model = export_model(run, out, checkpoint=checkpoint, weights=weights, form=form)
     loader = model.recipe.workload.exported_as.loader
     registered = None if register is None else _register_model(run, model, register, checkpoint)
     pushed = repository.push(model.path, f"Step {model.step:,}") if repository else None
-    console = open_console(as_json=json)
     lines = [
         f"model    {model.path}",
         f"next     from transformers import {loader}; "
@@ -145,7 +146,9 @@ def evaluate(
     from elastrata.inference.language_model import model_folder
     from elastrata.run.claim import find_model
 
+    console = open_console(as_json=json)
     place = find_model(model)
+    console.print(f"evaluating {model}", markup=False)
     harness_tasks = Tasks(names, include)
     options = TaskOptions(shots=shots, limit=limit, batch_size=batch_size)
     name = "harness" if weights == "trained" else f"harness/{weights.replace(':', '-')}"
@@ -153,7 +156,6 @@ def evaluate(
         results = harness_tasks.evaluate(folder.path, options)
         # An exported folder belongs to no run.
         recorded = folder.run is not None and _record_evaluation(place, folder.run, name, results)
-    console = open_console(as_json=json)
     width = max((len(name) for name in results.metrics), default=0)
     for metric, value in results.metrics.items():
         console.print(f"{metric:<{width}}  {value:.4f}", markup=False)
@@ -216,16 +218,18 @@ def generate(
         raise UserError("expected --prompt TEXT to continue, or --file PATH for the perplexity")
     # The file is read before the heavy imports, so that a wrong path fails immediately.
     text = _read_text(file)
+    from elastrata.run.claim import find_model
+
+    place = find_model(model)
     from elastrata.inference.language_model import (
         Sampling,
         compute_perplexity,
         continue_text,
         load_language_model,
     )
-    from elastrata.run.claim import find_model
 
     console = open_console(as_json=json)
-    loaded = load_language_model(find_model(model), checkpoint=checkpoint)
+    loaded = load_language_model(place, checkpoint=checkpoint)
     generated = text_perplexity = None
     if prompt is not None:
         sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)

@@ -49,6 +49,7 @@ def rehearse(
         phase=phase,
         graphs=graphs,
     )
+    console.print(f"rehearsing a step of {recipe}\n", markup=False)
     # A new process: fake CUDA devices must be loaded before torch.
     figures = rehearse_apart(request)
     show_rehearsal(console, figures)
