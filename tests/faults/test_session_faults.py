@@ -18,7 +18,7 @@ from support.live_run import LiveRun, assert_alike
 from support.nodes import send
 
 SECONDS_TO_END = 60
-LOST = "Ray has ended (its head process is gone; logs: "
+LOST = "Ray has stopped (its head process died; logs: "
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def _continue(recipe: Path, name: str, log: Path, undisturbed: list[Any]) -> Non
     again.end()
     assert_alike(again, undisturbed)
     assert [entry["state"] for entry in again.of_kind("started")] == ["new", "durable"]
-    assert any("the driver is gone" in entry["text"] for entry in again.of_kind("fault"))
+    assert any("the driver died" in entry["text"] for entry in again.of_kind("fault"))
 
 
 @pytest.mark.matrix

@@ -87,7 +87,7 @@ def test_a_rank_that_takes_more_memory_than_there_is(values, tmp_path) -> None:
             fault="takes all memory",
             memory_bytes=MEMORY_BYTES,
         )
-    assert_done_again(entries, "its process was killed, as the node ran out of memory")
+    assert_done_again(entries, "its process was killed because the node ran out of memory")
 
 
 @pytest.mark.matrix

@@ -211,7 +211,7 @@ def test_bad_input_is_told(copy: Path, capsys: pytest.CaptureFixture[str]) -> No
     )
     shutil.rmtree(copy / "history")
     assert run(["audit", str(copy)]) == 2
-    assert f"{copy}/history: no step is on record yet" in capsys.readouterr().err
+    assert f"{copy}/history: no step is recorded yet" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

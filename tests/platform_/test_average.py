@@ -147,8 +147,8 @@ def test_an_export_has_the_weights_that_are_chosen(
 @pytest.mark.parametrize(
     ("choice", "line"),
     [
-        ("averag", "--weights: averag: expected trained, average, or the mean of some checkpoints, "
-         "such as mean:5 (did you mean 'average'?)"),
+        ("averag", "--weights: averag: expected trained, average, or the mean of checkpoints, such "
+         "as mean:5 (did you mean 'average'?)"),
         ("mean:0", "--weights: mean:0: expected trained, average"),
         ("mean:5", "--weights: mean:5: expected at most mean:4: up to step 4 there are the "
          "checkpoints of 1, 2, 3, 4; checkpoint.keep_last keeps more"),

@@ -132,7 +132,7 @@ def test_another_command_that_works_there_is_told(here: Path) -> None:
         assert tree(here / "runs" / "child").keys() == before.keys()
     begin_fork(plan.fork)
     assert folder_kind(run) == "run"
-    with pytest.raises(UserError, match="was begun by another command just now"):
+    with pytest.raises(UserError, match="another command has just created it"):
         begin_fork(plan.fork)
 
 
@@ -193,7 +193,7 @@ def test_a_run_is_where_its_folder_is(recorded: Path, client: MlflowClient) -> N
     first = mlflow_run(recorded)
     history = client.get_metric_history(first, "train/loss")
     copy = Path(shutil.copytree(recorded, recorded.parent / "copy"))
-    assert any(f"a copy of {recorded}; it gets an MLflow run" in line for line in resume(copy))
+    assert any(f"a copy of {recorded}; it gets a new MLflow run" in line for line in resume(copy))
     second = mlflow_run(copy)
     assert second != first
     assert client.get_run(second).data.tags["run_dir"] == str(copy)

@@ -164,4 +164,4 @@ def test_what_is_no_language_model_is_told(
         (exported / "config.json").write_text(config, encoding="utf-8")
         assert run_here(["generate", str(exported), "--prompt", "a"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"{exported}: config.json: not of a model that transformers knows")
+        assert line.startswith(f"{exported}: config.json: not a model that transformers supports")

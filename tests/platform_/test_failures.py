@@ -93,12 +93,12 @@ def test_what_was_heard_of_and_is_done_again(observed: Any) -> None:
 def test_a_loss_that_is_seen_twice_is_one(observed: Any) -> None:
     observer, past, _ = observed
     observer([started(2, 20)])
-    observer([Lost(text="no sign of the workers", ranks=())])
+    observer([Lost(text="no progress by the workers", ranks=())])
     observer([Lost(text="rank 0: its process is gone", ranks=(0,))])
     observer([started(3, 20), Lost(text="rank 1: its process is gone", ranks=(1,))])
     faults = [entry for entry in history.read_entries(past) if entry["kind"] == "fault"]
     assert [(e["attempt"], e["text"]) for e in faults] == [
-        (2, "no sign of the workers"),
+        (2, "no progress by the workers"),
         (3, "rank 1: its process is gone"),
     ]
 

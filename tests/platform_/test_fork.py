@@ -140,7 +140,7 @@ def test_an_audit_takes_a_parent_that_has_gone_at_its_word(stem: Path, tmp_path:
     shutil.rmtree(parent)
     found = proven(child)
     assert found.inherited.state == "missing"
-    assert found.inherited.text == f"{parent}: the parent is not there"
+    assert found.inherited.text == f"{parent}: the parent is missing"
     assert found.epochs == pytest.approx((STEPS * 21 / SAMPLES,))
 
 
@@ -188,8 +188,8 @@ def test_what_cannot_be_forked_is_told_and_nothing_is_begun(
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"tokenizer_fingerprint": "another"}, "prepared with another tokenizer than that of"),
-        ({"vocabulary": LARGER}, "makes another model of it: "),
+        ({"tokenizer_fingerprint": "another"}, "prepared with another tokenizer than"),
+        ({"vocabulary": LARGER}, "changes the shape of the model: "),
     ],
 )
 def test_data_for_another_model_is_told(
@@ -220,7 +220,7 @@ def phased(folder: Path) -> Path:
         ("phases.0.batch_size=7", "phases.0.batch_size: 7: expected 21, as in "),
         ("phases.0.optimizer.lr=7e-4", "phases.0.optimizer.lr: 0.0007: expected 0.001, as in "),
         ("phases.0.schedule.final=0.5", "phases.0.schedule.final: 0.5: expected 0.0, as in "),
-        ("data.prepare.seq_len=8", "data.prepare.seq_len=8: unexpected: `elastrata prepare` "),
+        ("data.prepare.seq_len=8", "data.prepare.seq_len=8: unexpected: a fork uses "),
     ],
 )
 def test_what_no_step_of_a_fork_would_follow_is_refused(

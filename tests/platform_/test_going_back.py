@@ -127,8 +127,8 @@ def test_a_history_of_old_that_contradicts_all_checkpoints(tmp_path: Path, numbe
         with pytest.raises(UserError) as raised:
             look()
         assert len(raised.value.problems) == 2
-        assert f"attempt {number} went on from step 0" in raised.value.problems[0]
-        assert "--from 5 goes on from this one" in raised.value.problems[0]
+        assert f"attempt {number} resumed from step 0" in raised.value.problems[0]
+        assert "--from 5 resumes from this one" in raised.value.problems[0]
     go_back(run, find_commit(run, "5"), pytest.fail)
     assert place(run)[1] == 5
     later = HistoryWriter(run.sub("history"), number + 2, pytest.fail)
@@ -205,7 +205,7 @@ def test_a_missing_part_is_noticed(run: Storage) -> None:
     lost = Path(run.path("history", "0001-00000000.jsonl"))
     lost.unlink()
     (problem,) = read_evidence(run).history.problems
-    assert problem == f"{lost}: missing: there are later parts of its writer"
+    assert problem == f"{lost}: missing, although its writer has later parts"
     said: list[str] = []
     check_continuation(run, said.append)
     assert problem in said, "it goes on, and says so"
@@ -224,7 +224,7 @@ def test_an_edited_line_is_noticed(run: Storage) -> None:
     entries[0]["loss"] += 0.5
     part.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
     lines = read_evidence(run).problems
-    assert any("altered: its lines are not those that were sealed" in line for line in lines)
+    assert any("altered: its lines do not match its seal" in line for line in lines)
 
 
 def test_a_history_of_old_has_no_checksums(tmp_path: Path) -> None:
@@ -290,4 +290,4 @@ def test_the_command_refuses_before_anything_is_started(
     assert f"{stray}: not of this history" in capsys.readouterr().out.replace("\n", "")
     (Path(run.url) / "run.json").unlink()
     assert run_command(["train", str(recipe), "--name", "run"]) == 2
-    assert "run.json: missing, though the folder has checkpoints" in capsys.readouterr().err
+    assert "run.json: missing, but the folder has checkpoints" in capsys.readouterr().err

@@ -167,7 +167,7 @@ def test_a_part_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:
     folder.write_text("a file where the folder should be", encoding="utf-8")
     writer.add("started", {"step": 0, "world_size": 1})
     writer.flush()
-    assert "history cannot be written" in warned[0]
+    assert "cannot write the history" in warned[0]
     assert writer.unwritten()[1]
     folder.unlink()
     writer.flush()
@@ -178,8 +178,11 @@ def test_a_part_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"kind": "step", "att', "not JSON (torn or altered)"),
-        ("\udcff".encode(errors="surrogateescape").decode("latin-1"), "not JSON (torn or altered)"),
+        ('{"kind": "step", "att', "not JSON (truncated or altered)"),
+        (
+            "\udcff".encode(errors="surrogateescape").decode("latin-1"),
+            "not JSON (truncated or altered)",
+        ),
         ("[1, 2]", "not an entry of a history (altered)"),
         ('{"attempt": 1, "time": 2}', "not an entry of a history (altered)"),
         ('{"kind": "started", "attempt": 1, "time": 2}', "'started' with a bad 'step' (altered)"),

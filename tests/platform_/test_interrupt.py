@@ -61,7 +61,7 @@ def test_the_first_signal_waits_and_the_second_is_heard(capsys: pytest.CaptureFi
         done.append(is_ending())
     assert done == [True]
     assert not is_ending()
-    assert capsys.readouterr().err == "ending Ray; once more to leave at once\n"
+    assert capsys.readouterr().err == "ending Ray; interrupt again to exit immediately\n"
     with shield_from_signals("ending Ray"):
         _press()
         with pytest.raises(KeyboardInterrupt):
@@ -88,12 +88,12 @@ def test_an_interrupted_command_says_so_in_json_too(
 @pytest.mark.parametrize(
     ("again", "at_exit", "told"),
     [
-        ("", "", ["ending; once more to leave at once", "interrupted"]),
-        ("press()", "", ["ending; once more to leave at once"]),
+        ("", "", ["ending; interrupt again to exit immediately", "interrupted"]),
+        ("press()", "", ["ending; interrupt again to exit immediately"]),
         (
             "",
             "import atexit; atexit.register(press)",
-            ["ending; once more to leave at once", "interrupted"],
+            ["ending; interrupt again to exit immediately", "interrupted"],
         ),
     ],
     ids=["while it ends", "and again", "when Python ends"],

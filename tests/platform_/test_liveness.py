@@ -82,7 +82,7 @@ def test_a_group_that_sends_nothing_is_killed_once() -> None:
     (kill,) = group.silent(5)
     assert kill == Kill(PIDS, 11.0)
     (report,) = group.killed(kill, {0: "S", 1: "T"})
-    text = "no sign of the workers for 11 s: killed; stopped: rank 1"
+    text = "no progress by the workers for 11 s: killed; stopped: rank 1"
     assert report == Report(Lost(text=text, ranks=(1,)))
     assert group.silent(30) == []
 

@@ -169,7 +169,7 @@ def test_what_the_run_has_gone_back_behind_need_not_be_there(copy: Path) -> None
     _delete_all(copy)
     check_continuation(storage, warned.append)
     assert [line for line in warned if "missing" in line]
-    assert "goes on from the first step, as no checkpoint is there" in warned[-1]
+    assert "resuming from the first step, because there is no checkpoint" in warned[-1]
     later = HistoryWriter(storage.sub("history"), 2, pytest.fail)
     later.add("started", {"step": 0, "world_size": 1})
     later.flush()

@@ -110,7 +110,7 @@ def test_a_name_that_the_cluster_does_not_have_is_told_with_the_nearest(cluster)
     assert find_unknown_names("speeds", {"A100": 1.0, "host-3": 2.0}) == []
     (line,) = find_unknown_names("speeds", {"A10": 0.5})
     assert line == (
-        "workers.speeds.A10: 0.5: no node or device of that name in the cluster, whose devices are "
+        "workers.speeds.A10: 0.5: no such node or device in the cluster, whose devices are "
         "A100, CPU, T4 (did you mean 'A100'?)"
     )
     assert node_names(_node("3"))[-1] == "CPU"
@@ -129,7 +129,7 @@ def test_kinds_are_those_of_the_devices_and_of_who_has_room_for_fewer_tokens(
     assert kinds({"T4": 512, "cheap": 256, "host-3": 128}) == named
     assert kinds({"T4": 512}, copies=3) == (RankKind("A100 + T4 + CPU", 512),)
     (line,) = find_unknown_names("micro_batch_tokens", {"T40": 4096})
-    assert line.startswith("workers.micro_batch_tokens.T40: 4096: no node or device of that name")
+    assert line.startswith("workers.micro_batch_tokens.T40: 4096: no such node or device")
     assert "(did you mean 'T4'?)" in line
 
 
@@ -232,7 +232,7 @@ def test_a_run_by_measured_speeds_is_the_run_that_it_is(values, tmp_path: Path) 
     assert all(s["time_imbalance"] >= 1 for s in measured)
     done = run("train", path, "workers.speeds={A1O0: 0.5}", "--name", "wrong")
     assert done.returncode == 2
-    assert "workers.speeds.A1O0: 0.5: no node or device of that name" in done.stderr
+    assert "workers.speeds.A1O0: 0.5: no such node or device" in done.stderr
 
 
 def test_fixed_speeds_are_those_of_every_step() -> None:

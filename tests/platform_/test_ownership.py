@@ -180,7 +180,7 @@ def test_beside_a_living_driver_another_is_refused(run: Storage, start: Start) -
     owner = owner_of(run)
     assert second.begin() == (
         f"refused: {run.uri()}: driven by process {first.process.pid} on host {owner.host}, "
-        f"since {since(owner)}; wait for its end, stop it (elastrata stop, or kill "
+        f"since {since(owner)}; wait until it ends, stop it (elastrata stop, or kill "
         f"{first.process.pid} there), or choose another --name"
     )
     assert owner_of(run).token == owner.token
@@ -241,7 +241,7 @@ def test_a_driver_elsewhere_that_beats_is_left_alone(run: Storage, start: Start)
     ):
         pass
     assert len(heard) == 1
-    assert heard[0].endswith("; watching for 0.6 s whether that one lives")
+    assert heard[0].endswith("; watching for 0.6 s whether it is alive")
 
 
 def test_a_driver_elsewhere_that_stands_still_is_taken_over_and_told(
@@ -254,13 +254,13 @@ def test_a_driver_elsewhere_that_stands_still_is_taken_over_and_told(
     heard: list[str] = []
     with own_run(run, lost=pytest.fail, warn=heard.append, beat_seconds=BEAT_SECONDS) as mine:
         assert [line.split("; ")[-1] for line in heard] == [
-            "watching for 0.6 s whether that one lives",
+            "watching for 0.6 s whether it is alive",
             "taking over",
         ]
         first.process.send_signal(signal.SIGCONT)
         assert first.line() == (
-            f"lost: {run.uri()}: taken over by {mine.owner}; this driver was taken for dead, ends, "
-            "and writes nothing more into it"
+            f"lost: {run.uri()}: taken over by {mine.owner}; this driver was considered dead; it "
+            "ends and writes nothing more"
         )
         first.say("end")
         assert first.line() == "ended, is lost"
@@ -307,7 +307,7 @@ def test_storage_that_is_away_for_a_while_is_borne(tmp_path: Path) -> None:
 def test_a_damaged_file_is_told(run: Storage) -> None:
     run.write(b'{"token": ', DRIVER_FILE)
     with (
-        pytest.raises(UserError, match=r"driver\.json: not JSON .*; delete it once no driver"),
+        pytest.raises(UserError, match=r"driver\.json: not JSON .*; delete it when no driver"),
         own_run(run, lost=pytest.fail),
     ):
         pass

@@ -53,7 +53,7 @@ def test_a_recipe_that_was_cut_is_not_taken_for_another(
     assert identity is not None
     whole = run.read(RECIPE_FILE)
     run.write(whole[: whole.index(b"hidden_size")], RECIPE_FILE)
-    with pytest.raises(UserError, match=r"recipe\.yaml: altered since .*; put back what it was"):
+    with pytest.raises(UserError, match=r"recipe\.yaml: altered since .*; restore the file"):
         read(run, identity)
 
 

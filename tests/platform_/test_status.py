@@ -139,7 +139,7 @@ def test_bad_input_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     part = tmp_path / "one" / "history" / "0003-00000000.jsonl"
     part.write_text(part.read_text(encoding="utf-8")[:-5], encoding="utf-8")
     assert run(["status", str(tmp_path / "one")]) == 2
-    assert f"{part}, line 6: not JSON (torn or altered)" in capsys.readouterr().err
+    assert f"{part}, line 6: not JSON (truncated or altered)" in capsys.readouterr().err
     (tmp_path / "one" / "recipe.yaml").write_text("steps: many", encoding="utf-8")
     part.unlink()
     assert run(["status", str(tmp_path / "one")]) == 2

@@ -114,7 +114,7 @@ def test_what_is_asked_wrongly_is_told(folder: Path, capsys: pytest.CaptureFixtu
     for arguments, line in (
         (["--samples"], "--samples: requires --step K"),
         (["--step", "2"], "--step: requires --samples"),
-        (["--step", "99", "--samples"], "--step: 99: not on record in"),
+        (["--step", "99", "--samples"], "--step: 99: not recorded in"),
         (["--step", "2", "--samples", "--text", "missing"], "missing"),
     ):
         assert run_here(["audit", run, *arguments]) == 2

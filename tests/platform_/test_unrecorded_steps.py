@@ -85,8 +85,8 @@ def test_what_a_killed_driver_had_heard_of_is_done_again(
     said: list[str] = []
     check_continuation(killed, said.append)
     assert said == [
-        "goes on from the first step, as no checkpoint is there; the history has steps up to "
-        f"{RECORDED}, and its driver had heard of step {DONE}"
+        "resuming from the first step, because there is no checkpoint; the history has steps up to "
+        f"{RECORDED}, and the driver had received step {DONE}"
     ]
     before = status(killed)
     assert (before.state, before.steps) == ("silent", RECORDED)

@@ -50,9 +50,7 @@ _HANDLE_SECONDS = 0.5
 """Time that the answer to a batch waits for the driver."""
 _TAKE_SECONDS, _CLOSE_SECONDS, _NEAR_SECONDS = 1.0, 30.0, 2.0
 _FLUSH_SECONDS = 60.0
-_DROPPED = (
-    "the driver has not answered for so long that MLflow will lack steps; the history has them"
-)
+_DROPPED = "the driver does not answer: steps will be missing in MLflow; the history has them"
 
 
 @dataclass(frozen=True)

@@ -138,4 +138,4 @@ class HangDetector:
 def _to_lost(states: Mapping[int, str], silent: float) -> Lost:
     stopped = tuple(sorted(rank for rank, state in states.items() if state == _STOPPED))
     why = f"; stopped: rank {', '.join(map(str, stopped))}" if stopped else ""
-    return Lost(text=f"no sign of the workers for {silent:.0f} s: killed{why}", ranks=stopped)
+    return Lost(text=f"no progress by the workers for {silent:.0f} s: killed{why}", ranks=stopped)

@@ -76,8 +76,8 @@ def find_name_problems(recipe: Recipe, gpus: float) -> list[str]:
     speeds = recipe.workers.speeds
     if gpus and recipe.compile and speeds == "measured":
         raise UserError(
-            "workers.speeds: measured: expected compile: false on GPUs, as times are taken at the "
-            "bounds of a block; or equal, or factors"
+            "workers.speeds: measured: expected compile: false on GPUs, because times are measured "
+            "at block boundaries; or equal, or factors"
         )
     factors = {} if isinstance(speeds, str) else speeds
     return [
@@ -99,7 +99,7 @@ def find_unknown_names(key: str, values: Mapping[str, float]) -> list[str]:
     known_names = {name for node in alive for name in node_names(node)}
     devices = sorted({name for node in alive for name in device_names(node)})
     return [
-        f"workers.{key}.{name}: {value:.10g}: no node or device of that name in the cluster, whose "
+        f"workers.{key}.{name}: {value:.10g}: no such node or device in the cluster, whose "
         f"devices are {', '.join(devices)}{suggest_nearest(name, known_names)}"
         for name, value in values.items()
         if name not in known_names

@@ -63,7 +63,7 @@ def import_ahead() -> None:
         except Exception as error:
             # An error here would end the process, and Ray would start another, again and again.
             # The worker fails with it where it uses the module; the process's log has both.
-            print(f"not imported ahead: {module}: {error!r}", file=sys.stderr)
+            print(f"cannot preload {module}: {error!r}", file=sys.stderr)
 
 
 def count_affordable(count: int, free_bytes: int) -> int:

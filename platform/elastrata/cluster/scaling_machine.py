@@ -90,12 +90,12 @@ class DemandObserved:
 class Observe(Enum):
     """An instruction to inspect the cluster."""
 
-    CLUSTER = "which nodes are about to go, or do not answer"
-    NODES = "which of the group's nodes are about to go"
-    SIZE = "whether there is room for another number of workers"
-    ROOM = "how many workers there is room for, from a fresh view of the cluster"
+    CLUSTER = "which nodes are leaving or do not answer"
+    NODES = "which nodes of the group are leaving"
+    SIZE = "whether another number of workers fits"
+    ROOM = "how many workers fit, from a fresh view of the cluster"
     HALT = "whether the workers have halted"
-    DEMAND = "whether the autoscaler refuses what is asked of it"
+    DEMAND = "whether the autoscaler refuses the request"
 
 
 @dataclass(frozen=True)

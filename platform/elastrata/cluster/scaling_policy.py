@@ -419,8 +419,8 @@ class SlowNodes:
         for node in slow.keys() - self._known:
             text = (
                 f"node {node} has a worker at {slow[node]:.2f} of its kind's speed, below "
-                f"workers.exclude_slower_than ({self._limit:g}): left out from the next resize on, "
-                "where enough workers have room elsewhere"
+                f"workers.exclude_slower_than ({self._limit:g}): left out from the next resize on "
+                "if enough workers fit elsewhere"
             )
             send_event(self._channel, Warned(text=text))
         self._known = frozenset(slow)

@@ -343,7 +343,7 @@ class Handover(WorkerGroupCallback, ControllerCallback):
             if self._wanted:  # else the run ends
                 self._set_aside(places, self._wanted)
         except Exception as error:
-            _logger.warning(f"all workers are started anew: {error!r}")
+            _logger.warning(f"restarting all workers: {error!r}")
             # Without their places all processes end.
             self._leaving, places.is_kept = None, False
         yield

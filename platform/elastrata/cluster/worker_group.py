@@ -103,7 +103,7 @@ def run_job(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int)
         stay = False
         line = (
             f"workers.stay: Ray {ray.__version__} has no {', '.join(missing)}: all workers are "
-            "started anew when one is lost, added or taken away"
+            "restarted when one is lost, added or removed"
         )
         send_event(job.channel, Warned(text=line))
     policy = GracefulScalingPolicy(
@@ -266,7 +266,7 @@ def _describe_death(error: Exception) -> str:
     """Describe in one line how a process ended."""
     text = " ".join(str(error).split())
     if "running low on memory" in text:
-        return "its process was killed, as the node ran out of memory"
+        return "its process was killed because the node ran out of memory"
     _, separator, detail = text.partition("Worker exit detail: ")
     return f"its process is gone ({detail.split('.')[0]})" if separator else "its process is gone"
 

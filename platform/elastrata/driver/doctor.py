@@ -63,7 +63,7 @@ def examine(
     if address is not None or all(finding.status != "problem" for finding in machine):
         yield from _ray(address)
     if storage is not None:
-        advice = "check the path or URL, the credentials and the rights"
+        advice = "check the path or URL, the credentials and the permissions"
         yield _try("storage", advice, lambda: _write_and_read(Storage(storage)))
     if tracking is not None:
         advice = "start it (mlflow server --port 5000), or check the address"
@@ -91,7 +91,7 @@ def _recipes() -> Finding:
         name="recipes",
         status="ok" if is_whole else "problem",
         found=f"{len(recipes)} recipes, cluster files in {cluster_files()}",
-        advice="" if is_whole else "the installation is not whole: install it again",
+        advice="" if is_whole else "the installation is incomplete: reinstall it",
     )
 
 
@@ -103,7 +103,7 @@ def _machine() -> Iterator[Finding]:
         name="cpus",
         status="ok" if cpus > 1 else "warning",
         found=str(cpus),
-        advice="" if cpus > 1 else "reading data and training share one CPU; expect it to be slow",
+        advice="" if cpus > 1 else "data loading and training share one CPU, which is slow",
     )
     yield check_memory(spare_bytes())
     if sys.platform == "linux":  # elsewhere Ray uses a folder on disk
@@ -122,7 +122,7 @@ def check_memory(available: int) -> Finding:
         found=f"{gib:.1f} GiB available",
         advice=""
         if gib >= _RECOMMENDED_MEMORY_GIB
-        else f"Ray's object store and two workers need {_RECOMMENDED_MEMORY_GIB} GiB: end other "
+        else f"Ray's object store and two workers need {_RECOMMENDED_MEMORY_GIB} GiB: close other "
         "programs",
     )
 
@@ -179,7 +179,7 @@ def _gpus() -> Iterator[Finding]:
             name=f"gpu {number}",
             status="ok",
             found=torch.cuda.get_device_name(number)
-            + (f", {peak / 1e12:.0f} TFLOP/s dense bf16" if peak else ", peak not known: no MFU"),
+            + (f", {peak / 1e12:.0f} TFLOP/s dense bf16" if peak else ", unknown peak: no MFU"),
         )
 
 
@@ -203,7 +203,7 @@ def _ray(address: str | None) -> Iterator[Finding]:
         advice = "free memory and disk under /tmp, then look at Ray's logs"
         yield _try("ray start", advice, lambda: _run_tasks("local", niceness))
     else:
-        advice = "check the address, and that Ray and Python have the same versions there and here"
+        advice = "check the address, and that the versions of Ray and Python match"
         yield _try("ray cluster", advice, lambda: _run_tasks(address, niceness))
     if niceness:
         is_fair = max(niceness) <= 0
@@ -214,8 +214,8 @@ def _ray(address: str | None) -> Iterator[Finding]:
             found=f"workers run at nice {max(niceness)}",
             advice=""
             if is_fair
-            else f"{NICENESS}=0 in the environment {where}: beside any other work reading data "
-            "starves, and training waits",
+            else f"{NICENESS}=0 in the environment {where}: otherwise other work starves data "
+            "loading, and training waits",
         )
 
 
@@ -243,7 +243,7 @@ def _write_and_read(storage: Storage) -> str:
     try:
         storage.write(data, name)
         if storage.sha256(name) != hashlib.sha256(data).hexdigest():
-            raise UserError(f"{storage.uri(name)}: reads back altered")
+            raise UserError(f"{storage.uri(name)}: the data read back differs")
     finally:
         storage.delete(name)
     return f"{storage.uri()}: {_PROBE_BYTES // 2**20} MiB written, read back equal, deleted"

@@ -157,8 +157,8 @@ class RunDriver:
                 close_replicas(replicas)
         if not is_finished(self.run, steps=recipe.steps_in_all, target=recipe.target):
             raise TrainingError(
-                "the last checkpoint could not be saved; the same command redoes the steps after "
-                "the one before"
+                "the last checkpoint could not be saved; the same command repeats the steps "
+                "since the previous one"
             )
 
     def _run_controllers(
@@ -184,7 +184,7 @@ class RunDriver:
                 # A signal may end the controller, too.
                 if self.interrupt.signal or failures.is_last:
                     raise
-                handle([Lost(text=f"Ray Train's controller is replaced: {error}", ranks=())])
+                handle([Lost(text=f"restarting Ray Train's controller: {error}", ranks=())])
             else:
                 return
 
@@ -242,7 +242,7 @@ class RunDriver:
             report = json.dumps(run_status.to_dict(), indent=1)
             self.tracker.log_artifact("report.json", report.encode())
         except Exception as error:  # a missing report does not fail the run
-            self._warn(f"no report of the run: {error}")
+            self._warn(f"cannot write the report of the run: {error}")
 
     def _warn(self, line: str) -> None:
         self.show(Warned(text=line))
@@ -260,7 +260,7 @@ def _publish(
     try:
         publish_pictures(run, data.length_histogram, tracker)
     except Exception as error:
-        show(Warned(text=f"no pictures of the run: {error}"))
+        show(Warned(text=f"cannot draw the plots of the run: {error}"))
 
 
 def is_finished(run: Storage, *, steps: int, target: TargetConfig | None) -> bool:

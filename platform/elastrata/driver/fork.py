@@ -77,7 +77,7 @@ def plan_fork(wanted: str, name: str, overrides: Sequence[str] = ()) -> ForkPlan
     if name_overrides := [one for one in overrides if one.startswith("name=")]:
         raise UserError(f"{name_overrides[0]}: unexpected: --name {name} names the fork")
     if preparation_overrides := [one for one in overrides if _PREPARATION.match(one)]:
-        advice = "unexpected: `elastrata prepare` makes data sets, a fork has those that are there"
+        advice = "unexpected: a fork uses existing data sets, which `elastrata prepare` makes"
         raise UserError(*(f"{one}: {advice}" for one in preparation_overrides))
     parent, commit = _find_parent(wanted)
     identity = read_identity(parent)
@@ -144,8 +144,8 @@ def _name_problems(run: Storage) -> Iterator[str]:
         yield f"--name: {name}: {run.uri()} is a run; `elastrata train --resume` continues it"
     elif is_begun(run):
         yield (
-            f"--name: {name}: {run.uri()} has checkpoints or a history but no {RUN_FILE}, as a "
-            "fork that was interrupted leaves it; delete it, or choose another name"
+            f"--name: {name}: {run.uri()} has checkpoints or a history but no {RUN_FILE}, as after "
+            "an interrupted fork; delete it, or choose another name"
         )
     else:
         try:
@@ -164,7 +164,7 @@ def _recipe_problems(
         key = "phases" if recipe.phases else "steps"
         yield (
             f"{key}: {recipe.steps_in_all}: expected more steps than {step}, which the parent has "
-            "done"
+            "completed"
         )
         return
     old, new = (flatten(one.model_dump(mode="json")["workload"]) for one in (before, recipe))
@@ -173,14 +173,14 @@ def _recipe_problems(
         if key != "attention" and old.get(key) != new.get(key):
             yield (
                 f"workload.{key}: {_format(new.get(key))}: expected {_format(old.get(key))}, as in "
-                f"{where}: a fork goes on with the same model"
+                f"{where}: a fork continues the same model"
             )
     yield from _done_phase_problems(before, recipe, step, where)
     old_sparsity, new_sparsity = (_find_phase(one, step)[0].sparsity for one in (before, recipe))
     if old_sparsity != new_sparsity:
         yield (
-            f"sparsity: expected as in {where} at step {step}, whose masks go on; a phase that "
-            "begins later may have another"
+            f"sparsity: expected as in {where} at step {step}, whose masks carry over; later "
+            "phases may differ"
         )
 
 
@@ -202,7 +202,7 @@ def _done_phase_problems(before: Recipe, recipe: Recipe, step: int, where: str) 
             yield (
                 f"{place}.steps: {part.num_steps}: expected {pluralize(expected, 'step')}: the "
                 f"parent, {where}, "
-                f"has done {done_steps} of this phase"
+                f"has completed {done_steps} of this phase"
             )
             return
         old_values, new_values = (
@@ -212,7 +212,7 @@ def _done_phase_problems(before: Recipe, recipe: Recipe, step: int, where: str) 
             if old_values.get(key) != new_values.get(key) and not key.startswith("data.prepare"):
                 yield (
                     f"{place}.{key}: {_format(new_values.get(key))}: expected "
-                    f"{_format(old_values.get(key))}, as in {where}, which has done this phase"
+                    f"{_format(old_values.get(key))}, as in {where}, which has completed this phase"
                 )
         first = end
 
@@ -230,8 +230,8 @@ def _model_problems(
     yield from _tokenizer_problems(parent, data)
     for name in other_shapes[:1]:
         yield (
-            f"data.path: {data.train.url}: its tokenizer or its longest sample makes another model "
-            f"of it: {name} has shape {needed[name]}, and {saved[name]} in checkpoint "
+            f"data.path: {data.train.url}: its tokenizer or longest sample changes the shape of "
+            f"the model: {name} has shape {needed[name]}, but {saved[name]} in checkpoint "
             f"{checkpoints.uri(commit.folder)}"
         )
 
@@ -247,8 +247,8 @@ def _tokenizer_problems(parent: Storage, data: TrainingData) -> Iterator[str]:
             continue
         if manifest.tokenizer_fingerprint != data.train.manifest.tokenizer_fingerprint:
             yield (
-                f"data.path: {data.train.url}: prepared with another tokenizer than that of "
-                f"{data_set.url}, which the parent has learned from"
+                f"data.path: {data.train.url}: prepared with another tokenizer than "
+                f"{data_set.url}, the data set of the parent"
             )
             return
 
@@ -310,10 +310,10 @@ def _list_changes(before: Recipe, recipe: Recipe, fork: Fork) -> Iterator[Change
             what=f"learning rate of step {step + 1}", before=f"{rates[0]:g}", after=f"{rates[1]:g}"
         )
     if fork.fresh_optimizer:
-        yield Change(what="optimizer's state", before="", after="begins anew")
+        yield Change(what="optimizer's state", before="", after="reset")
     for data_set in dict.fromkeys(fork.data):
         if data_set.fingerprint not in fork.positions:
-            yield Change(what=f"samples of {data_set.url}", before="", after="from the first on")
+            yield Change(what=f"samples of {data_set.url}", before="", after="from the first one")
 
 
 def _learning_rate(recipe: Recipe, step: int) -> float:

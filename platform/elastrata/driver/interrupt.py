@@ -154,7 +154,7 @@ def shield_from_signals(what: str) -> Iterator[None]:
         # for one that hangs.
         received.append(number)
         if len(received) == 1:
-            sys.stderr.write(f"{what}; once more to leave at once\n")
+            sys.stderr.write(f"{what}; interrupt again to exit immediately\n")
         elif callable(handlers_before[number]):
             handlers_before[number](number, frame)
 

@@ -123,7 +123,7 @@ def train(
         identity = read_identity(run)
         # Another command may have started or continued the run during the checks.
         if identity != identity_before:
-            raise UserError(f"{run.uri()}: was changed by another command just now; try again")
+            raise UserError(f"{run.uri()}: another command has just changed it; try again")
         if identity:
             for commit in list_commits(run.sub("checkpoints"))[:1]:
                 # The driver that died may not have written the last lines; the commit has them.
@@ -163,7 +163,7 @@ def gpus_per_worker(recipe: Recipe, resources: Mapping[str, float]) -> float:
     is_auto = recipe.workers.gpus == "auto"
     if is_auto and cluster_problems(recipe, 0.0, resources) and has_autoscaler():
         raise UserError(
-            "workers.gpus: auto: the cluster has no nodes for the workers yet to look at; "
+            "workers.gpus: auto: the cluster has no nodes for workers yet; "
             "expected a number, 0 for CPUs"
         )
     return recipe.workers.gpus_each(resources.get("GPU", 0.0))
@@ -235,8 +235,8 @@ def check_run(
     identity = read_identity(run)
     if identity is None and is_begun(run):
         raise UserError(
-            f"{run.uri(RUN_FILE)}: missing, though the folder has checkpoints or a history; give "
-            "it back, or choose another --name"
+            f"{run.uri(RUN_FILE)}: missing, but the folder has checkpoints or a history; restore "
+            "it, or choose another --name"
         )
     check_folder(run, "run")
     check_parent(Storage(run.uri().rpartition("/")[0]))
@@ -284,7 +284,7 @@ def _note_death(run: Storage, before: Owner, show: Callable[[Event], None]) -> N
     storage, newest_attempt = run.sub("history"), history.next_attempt(run.sub("history")) - 1
     writer = HistoryWriter(storage, newest_attempt, lambda line: _warn(show, line), writer="d")
     fault = {
-        "text": f"the driver is gone ({before})",
+        "text": f"the driver died ({before})",
         "ranks": [],
         # Its workers may have lived some seconds longer; they write their history at this interval.
         "seconds_unheard": history.PART_SECONDS,
@@ -301,7 +301,7 @@ def _warn(show: Callable[[Event], None], line: str) -> None:
 def _ask_to_stop(channel: Any, show: Callable[[Event], None], name: str) -> None:
     """Request a stop from a signal's handler, without blocking."""
     request_stop(channel, name)
-    show(Warned(text=f"{name}: saving a checkpoint first; once more to stop at once"))
+    show(Warned(text=f"{name}: saving a checkpoint first; interrupt again to stop immediately"))
 
 
 def _import_ahead() -> None:
@@ -330,7 +330,7 @@ def _open_record(
 
     def is_copied(original: str) -> bool:
         if is_copied_run := is_copy(run, original, _mlflow_run_id):
-            line = f"{run.uri()}: a copy of {original}; it gets an MLflow run of its own"
+            line = f"{run.uri()}: a copy of {original}; it gets a new MLflow run"
             _warn(show, line)
         return is_copied_run
 

@@ -16,32 +16,32 @@ GAUGES: Mapping[str, str] = {
     "elastrata_step": "Optimizer steps done",
     "elastrata_loss": "Training loss of the last step",
     "elastrata_tokens_per_second": "Real tokens per second, over all workers",
-    "elastrata_mfu": "Share of the devices' dense bf16 peak; absent where that is not known",
-    "elastrata_imbalance": "Largest work of a rank over the mean",
-    "elastrata_slowest_rank": "Rank that took longest for the last step, of its own seconds",
-    "elastrata_time_imbalance": "Its seconds over the mean of all ranks",
-    "elastrata_seconds_waiting_for_data": "Of the last step, on rank 0",
-    "elastrata_world_size": "Workers of the group that trains",
-    "elastrata_evaluation_loss": "Loss on the held-out data, at the last evaluation",
+    "elastrata_mfu": "Share of the devices' dense bf16 peak; absent if the peak is unknown",
+    "elastrata_imbalance": "Largest work of a rank divided by the mean",
+    "elastrata_slowest_rank": "Slowest rank in the last step, by its own computing time",
+    "elastrata_time_imbalance": "Time of the slowest rank divided by the mean",
+    "elastrata_seconds_waiting_for_data": "Seconds that rank 0 waited for data in the last step",
+    "elastrata_world_size": "Number of workers that train",
+    "elastrata_evaluation_loss": "Loss on the held-out data in the last evaluation",
 }
 """Metrics of a run and their descriptions."""
 BY_SOURCE: Mapping[str, str] = {
     "elastrata_source_share": "Share of a source in the tokens of the last step",
-    "elastrata_source_loss": "Training loss of a source in the last step that had any of it",
-    "elastrata_source_evaluation_loss": "Loss on what is held out of a source, likewise",
+    "elastrata_source_loss": "Training loss of a source in the last step with samples of it",
+    "elastrata_source_evaluation_loss": "Loss on held-out data of a source in the last evaluation",
 }
 """Metrics of a mixture, with the label `source`."""
 BY_SET: Mapping[str, str] = {
-    "elastrata_set_evaluation_loss": "Loss on a further held-out set, at the last evaluation",
+    "elastrata_set_evaluation_loss": "Loss on an additional held-out set in the last evaluation",
 }
 """Metrics of `evaluation.sets`, with the label `set`."""
 BY_USE: Mapping[str, str] = {
-    "elastrata_goodput_seconds": "Seconds of the run, by what they went into: those of steps that "
-    "count and all others; at the last durable checkpoint or change of workers",
+    "elastrata_goodput_seconds": "Seconds of the run by use: productive steps and others; as of "
+    "the last durable checkpoint or change of workers",
 }
 """Metrics with the label `use`: the fields of `Goodput`."""
 COUNTERS: Mapping[str, str] = {
-    "elastrata_faults": "Groups of workers lost since the driver started",
+    "elastrata_faults": "Worker groups lost since the driver started",
     "elastrata_checkpoints": "Durable checkpoints taken since the driver started",
 }
 """Counters and their descriptions. Ray adds the prefix `ray_` to all metrics, and `_total` to

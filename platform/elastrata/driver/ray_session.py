@@ -245,7 +245,7 @@ def _refuses(address: tuple[str, int]) -> bool:
 def _end_command(process: str, folder: Path) -> NoReturn:
     """End this process as a SIGKILL would."""
     sys.stderr.write(
-        f"Ray has ended (its {process} is gone; logs: {folder / 'session_latest' / 'logs'}); "
+        f"Ray has stopped (its {process} died; logs: {folder / 'session_latest' / 'logs'}); "
         "the same command continues the run\n"
     )
     with suppress(OSError, RuntimeError):

@@ -82,9 +82,13 @@ def model_folder(
             "missing)"
         )
     if checkpoint != "newest":
-        raise UserError(f"--checkpoint: {checkpoint}: {place} is an exported model and has but one")
+        raise UserError(
+            f"--checkpoint: {checkpoint}: {place} is an exported model with a single checkpoint"
+        )
     if weights != TRAINED:
-        raise UserError(f"--weights: {weights}: {place} is an exported model and has but its own")
+        raise UserError(
+            f"--weights: {weights}: {place} is an exported model, which has only its own weights"
+        )
     _check(Path(place), place)
     yield ModelFolder(path=Path(place), run=None)
 
@@ -108,7 +112,7 @@ def _check(folder: Path, place: str) -> None:
         config: Any = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:  # transformers raises these for unknown models
         raise UserError(
-            f"{place}: config.json: not of a model that transformers knows: {_EXPECTED}"
+            f"{place}: config.json: not a model that transformers supports: {_EXPECTED}"
         ) from error
     kind = (config.architectures or [config.model_type])[0]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
@@ -169,7 +173,7 @@ def compute_perplexity(model: LanguageModel, text: str) -> Perplexity:
         total += F.cross_entropy(logits, ids[1:], reduction="sum").item()
         count += len(ids) - 1
     if not count:
-        raise UserError("--file: expected a text of two tokens at least")
+        raise UserError("--file: expected a text of at least two tokens")
     return Perplexity(perplexity=math.exp(total / count), loss=total / count, tokens=count)
 
 

@@ -309,7 +309,7 @@ def audit(run: Storage) -> Audit:
     entries = run_evidence.history.entries
     steps = history.effective_steps(entries)
     if not steps:
-        raise UserError(f"{run.uri('history')}: no step is on record yet")
+        raise UserError(f"{run.uri('history')}: no step is recorded yet")
     # A fork's epochs begin with the samples that its ancestors took.
     before, origin = read_inherited_steps(identity.origin, entries, run.uri()), identity.origin
     begin = (origin.step, origin.samples) if origin else (0, 0)
@@ -457,7 +457,7 @@ def _read_expectation(data_set: DataSet, phase: PhaseSummary) -> Expectation:
         raise _UnusableError(DataCheck(state="missing", text=text))
     # A data set at the same place may have been prepared anew.
     if manifest.fingerprint != data_set.fingerprint:
-        text = f"{data.uri(MANIFEST)}: not the data set any more that the run was trained on"
+        text = f"{data.uri(MANIFEST)}: no longer the data set that the run was trained on"
         raise _UnusableError(DataCheck(state="changed", text=text))
     try:
         return expectation(data, manifest, seed=phase.seed, window_stripes=phase.window_stripes)

@@ -186,7 +186,7 @@ def _find_lost(
     missing = {
         str(name): f"{MARKER} is missing"
         if str(name) in existing_folders
-        else "missing, though the history has it as committed and not as removed"
+        else "missing, although the history says that it was committed and not removed"
         for name in kept_names
         if str(name) not in marked
     }
@@ -248,12 +248,14 @@ def check_continuation(run: Storage, warn: Callable[[str], None]) -> None:
     last = steps[-1]["step"] if steps else 0
     if max(last, reported_step) > start:
         first = (
-            f"from step {start + 1}" if start else "from the first step, as no checkpoint is there"
+            f"from step {start + 1}"
+            if start
+            else "from the first step, because there is no checkpoint"
         )
         reported_text = (
-            f", and its driver had heard of step {reported_step}" if reported_step > last else ""
+            f", and the driver had received step {reported_step}" if reported_step > last else ""
         )
-        warn(f"goes on {first}; the history has steps up to {last}{reported_text}")
+        warn(f"resuming {first}; the history has steps up to {last}{reported_text}")
 
 
 def contradictions(
@@ -261,9 +263,9 @@ def contradictions(
 ) -> list[str]:
     """Return one line per checkpoint that says why it no longer counts."""
     return [
-        f"checkpoint {run.uri('checkpoints', commit.folder)}: does not count: by the history "
-        f"attempt {event.attempt} went on from step {event.step}, and no checkpoint of that is "
-        f"left; {FROM} {commit.step} goes on from this one"
+        f"checkpoint {run.uri('checkpoints', commit.folder)}: ignored: in the history "
+        f"attempt {event.attempt} resumed from step {event.step}, which has no checkpoint "
+        f"left; {FROM} {commit.step} resumes from this one"
         for commit in saved
         if (event := lineage.contradiction(*commit.place))
     ]
@@ -291,7 +293,7 @@ def _removal_advice(saved: tuple[Commit, ...]) -> str:
     """Return how to get rid of a foreign part."""
     if not saved:
         return "move it away"
-    return f"move it away, or {FROM} {saved[0].step} goes on from that checkpoint without it"
+    return f"move it away, or {FROM} {saved[0].step} resumes from that checkpoint without it"
 
 
 def choose_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commit:

@@ -285,7 +285,7 @@ def _reason(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     place = [str(part) for part in first["loc"]]
     if first["type"] == "json_invalid":
-        return "not JSON (torn or altered)"
+        return "not JSON (truncated or altered)"
     if not place or place == ["kind"]:
         return "not an entry of a history (altered)"
     # The location of an error begins with the kind, as the tag of the union.

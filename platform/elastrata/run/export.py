@@ -156,7 +156,7 @@ def _read_state(run: Storage, commit: Commit, recipe: Recipe, weights: str) -> M
     if weights != TRAINED and any(part.sparsity for part in recipe.parts):
         raise UserError(
             f"--weights: {weights}: expected {TRAINED}: a mean of sparse weights is zero only "
-            "where all of them are"
+            "if all of them are"
         )
     return read_weights(run, commit, weights)
 
@@ -300,7 +300,7 @@ def _read_manifest(data_set: DataSet) -> Manifest:
     data = Storage(data_set.url)
     manifest = Manifest.read(data)
     if manifest.fingerprint != data_set.fingerprint:
-        raise UserError(f"{data.uri()}: not the data set any more that the run was trained on")
+        raise UserError(f"{data.uri()}: no longer the data set that the run was trained on")
     return manifest
 
 

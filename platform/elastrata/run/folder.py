@@ -221,7 +221,7 @@ def read_identity(run: Storage) -> RunIdentity | None:
     if found.digest is not None and found.digest != found.own_digest:
         raise UserError(f"{run.uri(RUN_FILE)}: does not match its own digest (altered)")
     if not found.data:
-        raise UserError(f"{run.uri(RUN_FILE)}: data: none, expected a data set for every phase")
+        raise UserError(f"{run.uri(RUN_FILE)}: data: empty, expected a data set for every phase")
     return found
 
 
@@ -250,7 +250,7 @@ def read_recipe(run: Storage, identity: RunIdentity) -> Recipe:
 
     # A file that was cut short can still be a valid recipe, of another model.
     if problems := recipe_problems(run, identity):
-        raise UserError(*(f"{line}; put back what it was" for line in problems))
+        raise UserError(*(f"{line}; restore the file" for line in problems))
     return parse_stored_recipe(read_values(run, RECIPE_FILE), run.uri(RECIPE_FILE))
 
 
@@ -313,7 +313,7 @@ def check_same_run(
                 f"{data_set.url}: not the data set that run '{identity.name}' trains on"
             )
     if problems:
-        advice = f"run '{identity.name}' exists; choose another --name, or give it back its recipe"
+        advice = f"run '{identity.name}' exists; choose another --name, or restore its recipe"
         raise UserError(*problems, advice)
 
 
@@ -400,7 +400,7 @@ def read_resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
     if identity is None:
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
     if altered := recipe_problems(run, identity):
-        advice = "put back what it was, and give the keys to change on the command line"
+        advice = "restore the file, and change keys on the command line"
         raise UserError(*(f"{line}; {advice}" for line in altered))
     # Through the model: it accepts keys that earlier versions wrote and that no longer exist.
     stored = parse_stored_recipe(read_values(run, RECIPE_FILE), run.uri(RECIPE_FILE))

@@ -91,7 +91,7 @@ def read_inherited_steps(
     parent = Storage(origin.url)
     identity = read_identity(parent)
     if identity is None:
-        text = f"{origin.url}: the parent is not there"
+        text = f"{origin.url}: the parent is missing"
         # Without the parent, trust the counts in run.json.
         spans = {key: [(0, count)] for key, count in origin.positions.items()}
         return InheritedSteps(state="missing", text=text, spans=spans, problems=tuple(problems))
@@ -270,7 +270,7 @@ def _find_differences(parent: Storage, origin: ForkOrigin, steps: Sequence[Entry
         problems.append(
             f"{parent.uri('history')}: {pluralize(last['samples'], 'sample')} after step "
             f"{last['step']}, but "
-            f"the fork goes on after step {origin.step} with {origin.samples:,}"
+            f"the fork starts after step {origin.step} with {origin.samples:,}"
         )
     return problems
 
@@ -281,7 +281,7 @@ def _find_gaps(spans: Mapping[str, Sequence[Span]], origin: ForkOrigin) -> list[
     return [
         f"{origin.url}: {pluralize(num_taken[key], 'sample')} of the data set {key[:12]} were "
         "taken, but the "
-        f"fork goes on behind {count:,}"
+        f"fork continues after {count:,}"
         for key, count in origin.positions.items()
         if num_taken[key] != count
     ]
@@ -342,7 +342,7 @@ def begin_fork(fork: Fork) -> None:
     try:
         with claim(fork.run, "run", lost=_raise_user_error):
             if folder_kind(fork.run) != "nothing":
-                raise UserError(f"{fork.run.uri()}: was begun by another command just now")
+                raise UserError(f"{fork.run.uri()}: another command has just created it")
             try:
                 _write(fork)
             except BaseException:
@@ -351,7 +351,7 @@ def begin_fork(fork: Fork) -> None:
                     fork.run.delete(name)
                 raise
     except OSError as error:
-        raise UserError(f"{fork.run.uri()}: cannot be begun ({error})") from None
+        raise UserError(f"{fork.run.uri()}: cannot be created ({error})") from None
 
 
 def _write(fork: Fork) -> None:

@@ -220,7 +220,9 @@ def read_part(storage: Storage, name: PartName) -> Part:
     try:
         return parse_part(name, read_bytes(storage, str(name)))
     except FileNotFoundError:
-        raise UserError(f"{storage.uri(str(name))}: a link to nothing, expected a file") from None
+        raise UserError(
+            f"{storage.uri(str(name))}: a broken symbolic link, expected a file"
+        ) from None
 
 
 def part_names(storage: Storage) -> list[PartName]:
@@ -249,9 +251,9 @@ def _part_problems(storage: Storage, parts: Sequence[Part]) -> Iterator[str]:
         if part.foreign_reason:
             yield foreign_line(storage, part.name, part.foreign_reason)
         elif seal and (seal.lines, seal.sha256) != (len(part.lines), digest(part.lines)):
-            yield f"{uri}: altered: its lines are not those that were sealed"
+            yield f"{uri}: altered: its lines do not match its seal"
         elif part.has_torn_seal:
-            yield f"{uri}: altered: its seal is not its last line, or torn"
+            yield f"{uri}: altered: its seal is truncated or not its last line"
         elif not part.lines and not seal:
             yield f"{uri}: empty: its lines are lost"
         # Earlier versions wrote no seals: only a part after a sealed one must have a seal.
@@ -259,7 +261,7 @@ def _part_problems(storage: Storage, parts: Sequence[Part]) -> Iterator[str]:
             yield f"{uri}: altered: it has no seal"
         is_sealed[part.name.writer] |= seal is not None
     for name in _find_missing(storage, [part.name for part in parts if not part.foreign_reason]):
-        yield f"{storage.uri(str(name))}: missing: there are later parts of its writer"
+        yield f"{storage.uri(str(name))}: missing, although its writer has later parts"
 
 
 def _find_missing(storage: Storage, names: Sequence[PartName]) -> list[PartName]:
@@ -518,7 +520,9 @@ class HistoryWriter:
                 self._storage.write(seal_part(part, b"".join(lines)), str(part))
             # Storage backends raise errors of many types; none may end the training.
             except Exception as error:
-                self._warn(f"history cannot be written to {self._storage.url} for now: {error}")
+                self._warn(
+                    f"cannot write the history to {self._storage.url}, trying again: {error}"
+                )
                 return False
             with self._of_lines:
                 # Lines added during the write stay for the next part.

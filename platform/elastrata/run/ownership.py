@@ -167,8 +167,8 @@ class Ownership:
             return
         self._was_lost.set()
         self._lost(
-            f"{self._run.uri()}: taken over by {rival}; this driver was taken for dead, ends, and "
-            "writes nothing more into it"
+            f"{self._run.uri()}: taken over by {rival}; this driver was considered dead; it ends "
+            "and writes nothing more"
         )
 
 
@@ -206,7 +206,7 @@ def own_run(
             raise UserError(
                 _in_use_message(run, rival)
                 if rival
-                else f"{run.uri()}: another command is beginning there"
+                else f"{run.uri()}: another command is starting it"
             )
         _write(run, own_record)
         # Read back what storage has kept: of two simultaneous writers the later one wins.
@@ -234,7 +234,7 @@ def read_owner(run: Storage) -> Owner | None:
     except UnreadableError:
         raise
     except UserError as error:
-        advice = "delete it once no driver of this run is left"
+        advice = "delete it when no driver of this run is alive"
         raise UserError(*(f"{line}; {advice}" for line in error.problems)) from None
 
 
@@ -357,7 +357,7 @@ def _refuse_if_alive(run: Storage, owner: Owner, warn: Callable[[str], None]) ->
     lives = owner.lives
     if lives is None:
         seconds = WATCHED_BEATS * owner.beat_seconds
-        warn(f"{run.uri()}: driven by {owner}; watching for {seconds:g} s whether that one lives")
+        warn(f"{run.uri()}: driven by {owner}; watching for {seconds:g} s whether it is alive")
         with _storage_errors(run, "read"):
             lives = _still_beats(run, owner, seconds)
     if lives:
@@ -382,7 +382,7 @@ def _still_beats(run: Storage, owner: Owner, seconds: float) -> bool:
 def _in_use_message(run: Storage, owner: Owner) -> str:
     """Return the message about a run that another driver owns."""
     return (
-        f"{run.uri()}: driven by {owner}; wait for its end, stop it (elastrata stop, or kill "
+        f"{run.uri()}: driven by {owner}; wait until it ends, stop it (elastrata stop, or kill "
         f"{owner.pid} there), or choose another --name"
     )
 

@@ -68,7 +68,7 @@ def step_samples(
         origin = identity.origin
         where = f"; steps up to {origin.step} are those of {origin.url}" if origin else ""
         last = f"1 to {steps[-1]['step']:,}" if steps else "none"
-        raise UserError(f"--step: {step}: not on record in {run.uri()}: expected {last}{where}")
+        raise UserError(f"--step: {step}: not recorded in {run.uri()}: expected {last}{where}")
     # Computed for the one step alone, from its position.
     (taken,) = samples_by_step([entry], read_summary(run).phases, identity, run.uri(RUN_FILE))
     found, total = list[StepSample](), 0
@@ -80,7 +80,7 @@ def step_samples(
     if f"{total % 2**64:016x}" != entry["digest"]:
         raise UserError(
             f"{run.uri('history')}: step {step}: digest {entry['digest']}, but the data gives "
-            f"{total % 2**64:016x}: these are not the samples that it has seen"
+            f"{total % 2**64:016x}: these are not the samples of that step"
         )
     return found
 
@@ -93,8 +93,8 @@ def _samples_of_data_set(
     manifest = Manifest.read(storage)
     if manifest.fingerprint != part.data_set.fingerprint:
         raise UserError(
-            f"{storage.uri()}: not the data set any more that the run was trained on; prepared "
-            "again from the same text in the same way, it is"
+            f"{storage.uri()}: no longer the data set that the run was trained on; prepare "
+            "it again from the same text and configuration"
         )
     order = Order(
         num_samples=manifest.samples,

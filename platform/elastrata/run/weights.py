@@ -43,7 +43,7 @@ def read_weights(run: Storage, commit: Commit, wanted: str) -> Mapping[str, Tens
         saved = last_commits(run, commit, int(mean[1]))
         return _MeanModel([ModelTensors(checkpoints, one) for one in saved])
     raise UserError(
-        f"--weights: {wanted}: expected trained, average, or the mean of some checkpoints, such as "
+        f"--weights: {wanted}: expected trained, average, or the mean of checkpoints, such as "
         f"mean:5{suggest_nearest(wanted, _KINDS)}"
     )
 
