@@ -185,7 +185,7 @@ def _given(
     """Return the tensors and token ids of a checkpoint, by its run's recipe and data set."""
     manifest, name = _find_manifest(data_set, data), run.uri()
     name = f"{name}, step {commit.step}" if commit else name
-    if manifest is None:
+    if manifest is None and commit:
         warn(f"{data_set.url}: not the data set of {name} any more: its ids are not checked")
     return GivenWeights(
         name=name,
