@@ -18,6 +18,9 @@ _MOST_COMPARED = 100
 # Line ends, cursor movement, reversed text, and surrogates, which cannot be written.
 _BREAKING = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that are escaped in messages."""
+_CONTROLS = re.compile(rf"(?![\n\t\ud800-\udfff]){_BREAKING.pattern}")
+"""The same, without the ends of lines and tabs, which a text of several lines has, and without
+surrogates, which the stream escapes."""
 
 
 class UserError(Exception):
@@ -77,6 +80,18 @@ def _quote(word: str) -> str:
     return "$'" + escaped.replace("'", r"\'") + "'"
 
 
+def escape_controls(text: str, *, one_line: bool = False) -> str:
+    """Return a text that may come from a file with all characters escaped that would move a
+    terminal's cursor, change its state, or reverse other text.
+
+    Args:
+        text: any text.
+        one_line: True to escape the ends of lines and tabs, too.
+    """
+    controls = _BREAKING if one_line else _CONTROLS
+    return controls.sub(lambda found: repr(found.group())[1:-1], text)
+
+
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint at the known name closest to `name`, for the end of a message; may be empty."""
     if len(name) > _MOST_COMPARED:
@@ -90,4 +105,4 @@ def _one_line(text: str) -> str:
     if len(text) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2 - 2
         text = f"{text[:half]}...{text[-half:]}"
-    return _BREAKING.sub(lambda found: repr(found.group())[1:-1], text)
+    return escape_controls(text, one_line=True)

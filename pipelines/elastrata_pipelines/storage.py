@@ -3,9 +3,11 @@ whole."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,13 +18,22 @@ from typing import IO, Any, cast
 
 import fsspec
 
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, suggest_nearest
 from elastrata_pipelines.url_secrets import NO_SECRET, hide_unrecorded_parts
 from elastrata_pipelines.waits import open_file_system
 
 _CHUNK_BYTES = 4 * 2**20
 _ABSENT = (404, 410)
 """Status codes of HTTP for a file that does not exist."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL_TEXT = re.compile(r"No space left on device|Disk quota exceeded")
+"""How libraries that hide the number of an error say that a disk is full."""
+_WRONG_PLACE = {
+    *_FULL,
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ETXTBSY),
+}
+"""Errors of a path that the user chose, which only the user can put right."""
 
 
 def is_local(url: str) -> bool:
@@ -39,10 +50,7 @@ def locate(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     if (hidden := hide_unrecorded_parts(url)) != url:
         raise UserError(f"{hidden}: {NO_SECRET}")
     if not is_local(url):
-        try:
-            return open_file_system(url)
-        except OSError as error:
-            raise UserError(f"{url}: cannot be read ({error.strerror or error})") from error
+        return _open_remote(url)
     # A local path is taken literally: fsspec itself would read `a::b` as a chain of URLs.
     local = fsspec.filesystem("file")
     return local, str(local._strip_protocol(url))
@@ -60,6 +68,22 @@ def is_absent(error: Exception) -> bool:
         return status in _ABSENT
     is_other = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
     return isinstance(error, FileNotFoundError) and not is_other
+
+
+def _open_remote(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    protocol = url.partition("://")[0]
+    known = fsspec.available_protocols()
+    if protocol.partition("::")[0] not in known:
+        raise UserError(
+            f"{url}: no storage is known as {protocol}://{suggest_nearest(protocol, known)}; "
+            "expected a path, s3://, gs:// or another one of fsspec"
+        )
+    try:
+        return open_file_system(url)
+    # Each kind of storage raises errors of its own library, as for a package that is missing.
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
+        raise UserError(f"{url}: cannot be read ({reason or type(error).__name__})") from error
 
 
 @dataclass(frozen=True)
@@ -161,15 +185,16 @@ class Storage:
         target.parent.mkdir(parents=True, exist_ok=True)
         # In the same folder, since a rename is atomic inside one file system only.
         temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
-        try:
-            with temporary.open("wb") as stream:
-                yield stream
-                stream.flush()
-                # Else a crash of the machine could leave an empty file under the final name.
-                os.fsync(stream.fileno())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with name_full_disk(target):
+            try:
+                with temporary.open("wb") as stream:
+                    yield stream
+                    stream.flush()
+                    # Else a crash of the machine could leave an empty file under the final name.
+                    os.fsync(stream.fileno())
+                temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
 
     def open(self, *parts: str) -> Any:
         """Open a file for reading, with `seek`. A remote file is prefetched in megabytes."""
@@ -273,6 +298,53 @@ def write_atomically(path: Path, data: bytes) -> None:
         place.write_bytes(data)
     else:
         Storage(str(place.parent)).write(data, place.name)
+
+
+@contextmanager
+def name_full_disk(path: Path) -> Iterator[None]:
+    """Run a block that writes a local file or folder, and name its disk if that is full.
+
+    Raises:
+        OSError: the disk is full, with `path`; whatever error of a library the block raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = _full_number(error)
+        if number is None:
+            raise
+        raise OSError(number, f"{os.strerror(number)}: {_describe_disk(path)}", str(path)) from error
+
+
+def _full_number(error: BaseException | None) -> int | None:
+    """Return the number of the error of a full disk that caused an error, if one did."""
+    # torch reports a failed write as "unexpected pos", and safetensors as an error of its own.
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return error.errno
+        if _FULL_TEXT.search(str(error)):
+            return errno.ENOSPC
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _describe_disk(path: Path) -> str:
+    """Return which disk holds a path, and its free bytes."""
+    place = path.absolute()
+    while not os.path.ismount(place) and place != place.parent:
+        place = place.parent
+    free = os.statvfs(place)
+    return f"the disk mounted at {place} has {free.f_bavail * free.f_frsize:,} bytes free"
+
+
+def describe_place(error: BaseException) -> str | None:
+    """Return a line with the path and the reason if a local path that the user chose is the cause
+    of an error: its disk is full or read-only, its name is too long; else None."""
+    # Ray wraps the error of a task.
+    cause = getattr(error, "cause", None) or error
+    if not isinstance(cause, OSError) or cause.errno not in _WRONG_PLACE or not cause.filename:
+        return None
+    return f"{os.fsdecode(cause.filename)}: {cause.strerror}"
 
 
 def _discard(stream: Any) -> None:

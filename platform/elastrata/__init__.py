@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +71,9 @@ def __getattr__(name: str) -> Any:
 
 def _keep_notebooks_quiet() -> None:
     """Suppress requests of Ray and tqdm for ipywidgets, which this package does not need."""
+    import logging
+    import warnings
+
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message="IProgress not found")
 

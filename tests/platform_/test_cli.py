@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
-from io import BytesIO, TextIOWrapper
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from rich.table import Table
+from rich.text import Text
 
 from elastrata.cli.main import run, run_command
-from elastrata.terminal.console import escape_foreign_letters, open_console, print_json_line
+from elastrata.terminal.console import (
+    LiveBlock,
+    escape_foreign_letters,
+    open_console,
+    print_error,
+    print_json_line,
+)
 from elastrata_pipelines.errors import UserError
 from support.synthetic import write_data_set
 
@@ -225,3 +234,98 @@ def test_letters_that_the_terminal_has_not_are_escaped(
     *shown, last = written.getvalue().decode(encoding).splitlines()
     assert json.loads(last) == {"name": name}
     assert sum("gr" in line and "\\udce9" in line for line in shown) == 3
+
+
+HOSTILE = "a\x1b[2Jb\x9bc\x07d\u202ee\rf"
+
+
+@pytest.mark.parametrize("kind", ["text", "table", "table of Text", "error"])
+def test_control_characters_never_reach_a_terminal(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = Table()
+    table.add_column(HOSTILE)
+    table.add_row(Text(HOSTILE) if kind == "table of Text" else HOSTILE)
+    if kind == "error":
+        print_error(HOSTILE)
+    else:
+        open_console(as_json=False).print(HOSTILE if kind == "text" else table, markup=False)
+    out, err = capsys.readouterr()
+    shown = out + err
+    assert not set("\x1b\x9b\x07\u202e\r") & set(shown)
+    assert r"a\x1b[2Jb\x9bc\x07d\u202ee\rf" in shown
+
+
+def test_a_live_view_keeps_its_own_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = StringIO()
+    monkeypatch.setattr(sys, "stdout", written)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with LiveBlock(open_console(as_json=False)) as block:
+        block._write(HOSTILE)
+    assert "\x1b[?25l" in written.getvalue()
+    assert r"a\x1b[2Jb" in written.getvalue()
+
+
+@pytest.mark.parametrize("arguments", ["runs --json", "status x --json", "schema", "--version"])
+@pytest.mark.parametrize("stream", [">/dev/full", ">&-", "| exec <&-", "2>&-", "2>/dev/full"])
+def test_a_stream_that_takes_nothing_is_told_in_one_line(
+    arguments: str, stream: str, tmp_path: Path
+) -> None:
+    """Also with another stream that is closed, in a terminal without Unicode."""
+    unbuffered = "1" if "runs" in arguments else ""
+    mistake = "no run here" if arguments.startswith("status") else ""
+    command = f"'{sys.executable}' -m elastrata {arguments} <&- {stream}"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        encoding="ascii",
+    )
+    lines = [line for line in done.stderr.splitlines() if "no runs here" not in line]
+    if stream.startswith("2"):
+        assert (done.returncode, lines) == (2 if mistake else 0, [])
+    elif mistake:
+        (line,) = lines
+        assert (done.returncode, mistake in line) == (2, True)
+    elif stream.startswith("|"):  # as `head` ends
+        assert (done.returncode, lines) == (1, [])
+    else:
+        (line,) = lines
+        assert (done.returncode, line[:34]) == (1, "standard output: cannot be written")
+
+
+LATE_SIGNAL = """
+import os, signal, sys, threading, time
+from importlib.abc import MetaPathFinder
+
+class Finder(MetaPathFinder):  # in the middle of the imports
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.{name})
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["elastrata", "runs", "--json"]
+from elastrata.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("module", ["typer", "rich.console", "pydantic", "elastrata.run.claim"])
+def test_a_signal_during_the_imports_is_an_interrupt(module: str, name: str) -> None:
+    code = LATE_SIGNAL.format(module=module, name=name)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert json.loads(done.stdout) == {"status": "error", "errors": ["interrupted"]}
+
+
+def test_a_deleted_current_folder_is_told(tmp_path: Path) -> None:
+    command = f"mkdir gone && cd gone && rmdir ../gone && '{sys.executable}' -m elastrata runs"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, encoding="utf-8"
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("the current folder: No such file or directory: it was deleted")

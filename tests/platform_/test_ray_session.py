@@ -52,14 +52,20 @@ def test_a_session_is_its_own_quiet_and_gone_afterwards() -> None:
 
 
 SIGTERM_WHILE_RAY_STARTS = """
-import os, signal, threading, time
+import os, signal, sys, threading, time
+from elastrata.cluster.processes import children, title
 from elastrata.driver.ray_session import ray_session
 
+wanted = sys.argv[1]
+
 def ours(number, frame):
-    print("ours")
+    raise KeyboardInterrupt
+
+def names():
+    return [title(child) for child in children(os.getpid())]
 
 def send():
-    while signal.getsignal(signal.SIGTERM) is ours:  # until Ray has its own
+    while not any(wanted in name for name in names()):
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -71,14 +77,41 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 assert signal.getsignal(signal.SIGTERM) is ours
+print(names())
 """
 
 
-def test_sigterm_while_ray_starts_is_an_interrupt() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SIGTERM_WHILE_RAY_STARTS], capture_output=True, encoding="utf-8"
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+@pytest.mark.parametrize("process", ["gcs_server", "raylet"])
+def test_sigterm_while_ray_starts_is_an_interrupt(process: str) -> None:
+    command = [sys.executable, "-c", SIGTERM_WHILE_RAY_STARTS, process]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n[]\n", "")
+
+
+SIGTERM_IN_THE_CORE = """
+import os, signal
+import ray._private.worker
+
+from elastrata.driver.ray_session import ray_session
+
+def ours(number, frame):
+    print("ours")
+
+class CoreWorker(ray._raylet.CoreWorker):
+    def __init__(self, *arguments):  # Ray's C++ has just installed its own handler
+        os.kill(os.getpid(), signal.SIGTERM)
+
+signal.signal(signal.SIGTERM, ours)
+ray._raylet.CoreWorker = CoreWorker
+with ray_session(num_cpus=1):
+    print("started")
+"""
+
+
+def test_sigterm_while_rays_core_starts_prints_no_stack() -> None:
+    command = [sys.executable, "-c", SIGTERM_IN_THE_CORE]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ours\nstarted\n", "")
 
 
 def test_a_cluster_that_does_not_answer_is_told() -> None:

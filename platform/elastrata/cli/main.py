@@ -32,9 +32,17 @@ from elastrata.cli.simulate import simulate
 from elastrata.cli.sweep import sweep
 from elastrata.cli.train import train
 from elastrata.driver.interrupt import SIGNALS, is_ending
-from elastrata.terminal.console import escape_foreign_letters, print_error, print_json_line
+from elastrata.terminal.console import (
+    OUTPUT,
+    drop_broken_output,
+    escape_foreign_letters,
+    print_error,
+    print_json_line,
+    prepare_streams,
+)
 from elastrata.workload.installed import expand_segments
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, escape_controls
+from elastrata_pipelines.storage import describe_place
 from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, hide_unrecorded_parts
 
 # 130 is 128 + SIGINT, as shells report it.
@@ -105,7 +113,7 @@ app.add_typer(bench)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"elastrata {metadata.version('elastrata')}")
+        sys.stdout.write(f"elastrata {metadata.version('elastrata')}\n")
         raise typer.Exit
 
 
@@ -127,11 +135,16 @@ def _options(
 def main() -> None:
     """Run the `elastrata` command with the arguments of this process."""
     expand_segments()
+    prepare_streams()
     escape_foreign_letters()
-    code = run(sys.argv[1:])
-    # Only the shutdown of Python and Ray remains; an interrupt there would print long tracebacks.
-    for number in SIGNALS:
-        signal.signal(number, lambda number, frame: _exit_now(code))
+    try:
+        code = run(sys.argv[1:])
+        # Only the shutdown of Python and Ray remains; an interrupt there would print long
+        # tracebacks.
+        for number in SIGNALS:
+            signal.signal(number, lambda number, frame: _exit_now(code))
+    except KeyboardInterrupt:  # between the command's end and the lines above
+        _exit_now(INTERRUPTED)
     sys.exit(code)
 
 
@@ -144,6 +157,7 @@ def run(arguments: Sequence[str]) -> int:
     command_arguments = [argument for argument in arguments if argument != "--traceback"]
 
     def command() -> object:
+        _check_current_folder()
         _refuse_secrets(command_arguments)
         # In standalone mode Typer would print errors and exit itself.
         return app(command_arguments or ["--help"], prog_name="elastrata", standalone_mode=False)
@@ -161,30 +175,42 @@ def run_command(command: Callable[[], object], *, as_json: bool, with_traceback:
         as_json: whether to end a failure, too, with one JSON object on standard output.
         with_traceback: whether to print the traceback of a failure.
     """
+    code, lines = 0, list[str]()
     try:
-        code = command()
+        result = command()
+        code = result if isinstance(result, int) else 0
+        sys.stdout.flush()
     except UserError as error:
-        failure = BAD_INPUT, error.problems
+        code, lines = BAD_INPUT, [*error.problems]
     except typer.TyperException as error:
-        failure = BAD_INPUT, (_format_usage(error),)
+        code, lines = BAD_INPUT, [_format_usage(error)]
     except (KeyboardInterrupt, typer.Abort):
-        failure = INTERRUPTED, ("interrupted",)
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        # Python flushes standard output at exit, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        code, lines = INTERRUPTED, ["interrupted"]
     except Exception as error:
-        failure = FAILED, (_summarize_error(error), *getattr(error, "__notes__", []))
+        code, lines = _describe_failure(error)
         if with_traceback:
-            sys.stderr.write(hide_secrets(traceback.format_exc()))
-    else:
-        return code if isinstance(code, int) else 0
-    # Messages of libraries may contain URLs with passwords.
-    lines = [*map(hide_secrets, failure[1])]
-    print_error(*_shorten(lines))
-    if as_json:
-        print_json_line({"status": "error", "errors": lines})
-    return failure[0]
+            sys.stderr.write(hide_secrets(escape_controls(traceback.format_exc())))
+    if lines:
+        # Messages of libraries may contain URLs with passwords.
+        lines = [hide_secrets(line) for line in lines]
+        print_error(*_shorten(lines))
+        if as_json:
+            with suppress(OSError):  # standard error has the lines already
+                print_json_line({"status": "error", "errors": lines})
+    drop_broken_output()
+    return code
+
+
+def _describe_failure(error: Exception) -> tuple[int, list[str]]:
+    """Return the exit code of a failed command, and the lines that describe the failure."""
+    if isinstance(error, OSError) and error.filename == OUTPUT:
+        # A reader that has closed the pipe, as `head` does, wants no message.
+        is_unwanted = isinstance(error, BrokenPipeError)
+        line = f"{OUTPUT}: cannot be written ({error.strerror})"
+        return FAILED, [] if is_unwanted else [line]
+    if line := describe_place(error):
+        return BAD_INPUT, [line]
+    return FAILED, [_summarize_error(error), *getattr(error, "__notes__", [])]
 
 
 def _shorten(lines: Sequence[str]) -> list[str]:
@@ -195,6 +221,20 @@ def _shorten(lines: Sequence[str]) -> list[str]:
     ]
     more = len(lines) - len(shown)
     return [*shown, f"and {more:,} more; --json shows all"] if more else shown
+
+
+def _check_current_folder() -> None:
+    """Check that the current folder exists.
+
+    Raises:
+        UserError: it was deleted.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(
+            f"the current folder: {error.strerror}: it was deleted; change to another one"
+        ) from None
 
 
 def _refuse_secrets(arguments: Sequence[str]) -> None:

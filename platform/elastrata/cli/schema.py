@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,7 +49,7 @@ def schema(
         print_json_line(schema_of_kind)
     else:
         # The console would wrap long lines.
-        typer.echo(text, nl=False)
+        sys.stdout.write(text)
 
 
 def _load_schema(kind: Kind) -> dict[str, Any]:

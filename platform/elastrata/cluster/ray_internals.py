@@ -8,12 +8,14 @@ as their import takes a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+import ctypes
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
 import ray
-from ray._private import worker
+from ray._private import utils, worker
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 from ray._private.state import state
@@ -33,6 +35,28 @@ from ray.runtime_env import RuntimeEnv
 SETUP_HOOK = WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 """The variable of a runtime environment that names a function which a process calls when it
 starts."""
+
+
+@contextmanager
+def keep_sigterm_handler() -> Iterator[None]:
+    """Run a block with `ray.init` that does not replace this process's handler of SIGTERM."""
+    # `ray.init` replaces it three times: by a function that exits with code 15, by one that exits
+    # with code 1, and, in C++, by one that prints a stack and ends the process by the signal. The
+    # last one is installed once in a process, so it is installed before ours is set again.
+    handler = signal.getsignal(signal.SIGTERM)
+    library = ctypes.CDLL(ray._raylet.__file__)
+    install = getattr(library, "_ZN3ray6RayLog27InstallFailureSignalHandlerEPKcb", None)
+    if install:
+        install(ctypes.c_char_p(None), ctypes.c_bool(True))
+        signal.signal(signal.SIGTERM, handler)
+    set_handler = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = set_handler
+        # Nothing changes unless a later version of Ray has other ways.
+        signal.signal(signal.SIGTERM, handler)
 
 
 def draining_nodes() -> Iterable[str]:

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NoReturn
@@ -124,26 +124,23 @@ def _keep_sigterm() -> Iterator[None]:
     Ray's stays, which lets blocks clean up.
 
     Raises:
-        KeyboardInterrupt: SIGTERM arrived while Ray started.
+        KeyboardInterrupt: the process's handler raised it.
     """
     import ray
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    from elastrata.cluster.ray_internals import keep_sigterm_handler
+
     handler = signal.getsignal(signal.SIGTERM)
+    is_ours = threading.current_thread() is threading.main_thread() and (
+        callable(handler) or handler is signal.SIG_IGN
+    )
     try:
-        yield
-    except (SystemExit, KeyboardInterrupt) as error:
+        with keep_sigterm_handler() if is_ours else nullcontext():
+            yield
+    except KeyboardInterrupt:
         with shield_from_signals("ending Ray"):
             ray.shutdown()
-        # `ray.init` installs a handler that exits with the number of the signal.
-        if isinstance(error, SystemExit) and error.code == signal.SIGTERM:
-            raise KeyboardInterrupt("SIGTERM") from error
         raise
-    finally:
-        if callable(handler) or handler is signal.SIG_IGN:
-            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

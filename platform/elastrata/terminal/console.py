@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from html import unescape
 from io import TextIOWrapper
-from typing import Any, Self
+from typing import Any, NoReturn, Self, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
+from rich.segment import Segment
+from rich.text import Text
 from typing_extensions import override
+
+from elastrata_pipelines.errors import escape_controls
 
 _WIDER_THAN_ANY_TABLE = 10_000
 STATE_STYLES = {
@@ -26,12 +32,35 @@ STATE_STYLES = {
 """Rich style of each state of a run."""
 
 
+class _CleanConsole(Console):
+    """Console that escapes control characters, since names and texts may come from files."""
+
+    @override
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            # Rich's own control codes, such as those of a live view, stay.
+            clean = segment.text if segment.control else escape_controls(segment.text)
+            yield segment if clean == segment.text else Segment(clean, segment.style)
+
+    @override
+    def render_str(self, text: str, **options: Any) -> Text:
+        # Before the widths of columns are measured.
+        return super().render_str(escape_controls(text), **options)
+
+    @override
+    def on_broken_pipe(self) -> NoReturn:
+        # Rich would exit, in a thread without a message.
+        raise  # noqa: PLE0704
+
+
 def open_console(*, as_json: bool) -> Console:
     """Return the console for a command's text: standard output, or standard error under `--json`.
 
     In a file, a pipe or a notebook a table is as wide as its content.
     """
-    console = Console(
+    console = _CleanConsole(
         stderr=as_json,
         highlight=False,
         soft_wrap=True,
@@ -53,6 +82,76 @@ def escape_foreign_letters() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+OUTPUT = "standard output"
+
+
+class _Output(TextIOWrapper):
+    """Standard output, whose errors have `OUTPUT` as the name of their file."""
+
+    @override
+    def write(self, text: str, /) -> int:
+        with _naming_output():
+            return super().write(text)
+
+    @override
+    def flush(self) -> None:
+        with _naming_output():
+            super().flush()
+
+
+class _Errors(TextIOWrapper):
+    """Standard error, which drops what cannot be written: there is no other place to say so."""
+
+    @override
+    def write(self, text: str, /) -> int:
+        with suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    @override
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+
+@contextmanager
+def _naming_output() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        error.filename = OUTPUT
+        raise
+
+
+def prepare_streams() -> None:
+    """Open the standard streams that the caller has closed, and handle their errors and characters.
+
+    Errors of standard output have `OUTPUT` as the name of their file; those of standard error are
+    ignored. Characters that an encoding lacks are escaped.
+    """
+    # Otherwise the next opened file would get the number of the stream, and its text.
+    for number, flags in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, flags)
+    for number, name, kind in ((1, "stdout", _Output), (2, "stderr", _Errors)):
+        # Python sets closed streams to None.
+        old = getattr(sys, name) or open(number, "w", encoding="utf-8", closefd=False)
+        if type(old) is TextIOWrapper:
+            flags = {"line_buffering": old.line_buffering, "write_through": old.write_through}
+            setattr(sys, name, kind(old.detach(), old.encoding, "backslashreplace", "\n", **flags))
+
+
+def drop_broken_output() -> None:
+    """Drop the text that standard output cannot take, as its reader is gone or its disk is full."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # Python flushes it once more at exit, and would report another failure.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def is_notebook() -> bool:
     """Return True if this process is the kernel of a notebook."""
     return "ipykernel" in sys.modules
@@ -66,7 +165,7 @@ def print_json_line(result: Mapping[str, Any]) -> None:
 
 def print_error(*lines: str) -> None:
     """Write lines about a failure to standard error, without markup or wrapping."""
-    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    sys.stderr.write("".join(f"{escape_controls(line, one_line=True)}\n" for line in lines))
     sys.stderr.flush()
 
 
