@@ -28,10 +28,11 @@ _ABSENT = (404, 410)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_TEXT = re.compile(r"No space left on device|Disk quota exceeded")
 """How libraries that hide the number of an error say that a disk is full."""
+_WRITING = {*_FULL, errno.EROFS, errno.ETXTBSY}
 _WRONG_PLACE = {
-    *_FULL,
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST),
-    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ETXTBSY),
+    *_WRITING,
+    *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO),
 }
 """Errors of a path that the user chose, which only the user can put right."""
 
@@ -313,7 +314,9 @@ def name_full_disk(path: Path) -> Iterator[None]:
         number = _full_number(error)
         if number is None:
             raise
-        raise OSError(number, f"{os.strerror(number)}: {_describe_disk(path)}", str(path)) from error
+        raise OSError(
+            number, f"{os.strerror(number)}: {_describe_disk(path)}", str(path)
+        ) from error
 
 
 def _full_number(error: BaseException | None) -> int | None:
@@ -344,7 +347,10 @@ def describe_place(error: BaseException) -> str | None:
     cause = getattr(error, "cause", None) or error
     if not isinstance(cause, OSError) or cause.errno not in _WRONG_PLACE or not cause.filename:
         return None
-    return f"{os.fsdecode(cause.filename)}: {cause.strerror}"
+    path, reason = os.fsdecode(cause.filename), str(cause.strerror)
+    if cause.errno in _FULL and "mounted" not in reason:
+        reason = f"{reason}: {_describe_disk(Path(path))}"
+    return f"{path}: cannot be {'written' if cause.errno in _WRITING else 'used'} ({reason})"
 
 
 def _discard(stream: Any) -> None:

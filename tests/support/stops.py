@@ -190,7 +190,7 @@ _INTERRUPTED = Outcome(130, "interrupted")
 _OUTCOMES = {
     "no network": Outcome(2, "PLACE: cannot be read (REASON)"),
     "dead server": Outcome(2, "PLACE: cannot be read (REASON)"),
-    "full disk": Outcome(2, "PLACE: cannot be written (No space left on device)"),
+    "full disk": Outcome(2, "PLACE: cannot be written (No space left on device: DISK)"),
     "read-only place": Outcome(2, "PLACE: cannot be written (Read-only file system)"),
     "closed stdout": _SUCCESS,
     "reader gone": Outcome(1),

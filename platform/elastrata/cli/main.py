@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -36,9 +37,9 @@ from elastrata.terminal.console import (
     OUTPUT,
     drop_broken_output,
     escape_foreign_letters,
+    prepare_streams,
     print_error,
     print_json_line,
-    prepare_streams,
 )
 from elastrata.workload.installed import expand_segments
 from elastrata_pipelines.errors import UserError, escape_controls
@@ -230,7 +231,7 @@ def _check_current_folder() -> None:
         UserError: it was deleted.
     """
     try:
-        os.getcwd()
+        Path.cwd()
     except OSError as error:
         raise UserError(
             f"the current folder: {error.strerror}: it was deleted; change to another one"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from html import unescape
 from io import TextIOWrapper
-from typing import Any, NoReturn, Self, TextIO
+from typing import Any, NoReturn, Self
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
@@ -52,7 +52,7 @@ class _CleanConsole(Console):
     @override
     def on_broken_pipe(self) -> NoReturn:
         # Rich would exit, in a thread without a message.
-        raise  # noqa: PLE0704
+        raise
 
 
 def open_console(*, as_json: bool) -> Console:
@@ -130,14 +130,14 @@ def prepare_streams() -> None:
     ignored. Characters that an encoding lacks are escaped.
     """
     # Otherwise the next opened file would get the number of the stream, and its text.
-    for number, flags in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
+    for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, flags)
     for number, name, kind in ((1, "stdout", _Output), (2, "stderr", _Errors)):
         # Python sets closed streams to None.
-        old = getattr(sys, name) or open(number, "w", encoding="utf-8", closefd=False)
+        old = getattr(sys, name) or os.fdopen(number, "w", encoding="utf-8", closefd=False)
         if type(old) is TextIOWrapper:
             flags = {"line_buffering": old.line_buffering, "write_through": old.write_through}
             setattr(sys, name, kind(old.detach(), old.encoding, "backslashreplace", "\n", **flags))

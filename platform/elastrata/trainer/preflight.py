@@ -19,6 +19,7 @@ from elastrata.tracking.tracker import DataInput
 from elastrata.trainer.data import find_phase_data, limit_problems
 from elastrata.trainer.evaluation import find_evaluation_sets, set_problems
 from elastrata_pipelines.batches import Batches
+from elastrata_pipelines.checked_json import describe_error
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import (
     Manifest,
@@ -193,10 +194,12 @@ def check_storage(storage: Storage) -> None:
         with storage.removing_empty_folders():
             storage.write(b"probe", probe)
             storage.delete(probe)
+    except UserError as error:  # of a URL that names no storage
+        raise UserError(*(f"storage: {line}" for line in error.problems)) from None
     # Each kind of storage raises errors of its own library.
     except Exception as error:
         raise UserError(
-            f"storage: {storage.url}: cannot be written ({type(error).__name__}: {error})"
+            f"storage: {storage.url}: cannot be written ({describe_error(error)})"
         ) from None
 
 
