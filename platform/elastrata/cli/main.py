@@ -209,8 +209,8 @@ def _describe_failure(error: Exception) -> tuple[int, list[str]]:
         is_unwanted = isinstance(error, BrokenPipeError)
         line = f"{OUTPUT}: cannot be written ({error.strerror})"
         return FAILED, [] if is_unwanted else [line]
-    if line := describe_place(error):
-        return BAD_INPUT, [line]
+    if place := describe_place(error):
+        return BAD_INPUT, [place]
     return FAILED, [_summarize_error(error), *getattr(error, "__notes__", [])]
 
 

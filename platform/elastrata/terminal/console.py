@@ -130,11 +130,11 @@ def prepare_streams() -> None:
     ignored. Characters that an encoding lacks are escaped.
     """
     # Otherwise the next opened file would get the number of the stream, and its text.
-    for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
+    for number, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, flags)
+            os.open(os.devnull, mode)
     for number, name, kind in ((1, "stdout", _Output), (2, "stderr", _Errors)):
         # Python sets closed streams to None.
         old = getattr(sys, name) or os.fdopen(number, "w", encoding="utf-8", closefd=False)
