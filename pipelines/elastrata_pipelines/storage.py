@@ -25,16 +25,9 @@ from elastrata_pipelines.waits import open_file_system
 _CHUNK_BYTES = 4 * 2**20
 _ABSENT = (404, 410)
 """Status codes of HTTP for a file that does not exist."""
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_TEXT = re.compile(r"No space left on device|Disk quota exceeded")
 """How libraries that hide the number of an error say that a disk is full."""
-_WRITING = {*_FULL, errno.EROFS, errno.ETXTBSY}
-_WRONG_PLACE = {
-    *_WRITING,
-    *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST),
-    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO),
-}
-"""Errors of a path that the user chose, which only the user can put right."""
 
 
 def is_local(url: str) -> bool:
@@ -72,17 +65,15 @@ def is_absent(error: Exception) -> bool:
 
 
 def _open_remote(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    protocol = url.partition("://")[0]
-    known = fsspec.available_protocols()
+    protocol, known = url.partition("://")[0], fsspec.available_protocols()
     if protocol.partition("::")[0] not in known:
-        raise UserError(
-            f"{url}: no storage is known as {protocol}://{suggest_nearest(protocol, known)}; "
-            "expected a path, s3://, gs:// or another one of fsspec"
+        hint = (
+            suggest_nearest(protocol, known) or "; expected s3://, gs:// or another one of fsspec"
         )
+        raise UserError(f"{url}: no storage has URLs that begin with {protocol}://{hint}")
     try:
         return open_file_system(url)
-    # Each kind of storage raises errors of its own library, as for a package that is missing.
-    except Exception as error:
+    except Exception as error:  # such as a package that is missing
         reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
         raise UserError(f"{url}: cannot be read ({reason or type(error).__name__})") from error
 
@@ -303,27 +294,22 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def name_full_disk(path: Path) -> Iterator[None]:
-    """Run a block that writes a local file or folder, and name its disk if that is full.
-
-    Raises:
-        OSError: the disk is full, with `path`; whatever error of a library the block raised.
-    """
+    """Run a block that writes to a local path. A full disk, which libraries report in ways of their
+    own, becomes an OSError with the path, the disk and its free bytes."""
     try:
         yield
     except Exception as error:
         number = _full_number(error)
         if number is None:
             raise
-        raise OSError(
-            number, f"{os.strerror(number)}: {_describe_disk(path)}", str(path)
-        ) from error
+        raise OSError(number, f"{os.strerror(number)}: {describe_disk(path)}", str(path)) from error
 
 
 def _full_number(error: BaseException | None) -> int | None:
     """Return the number of the error of a full disk that caused an error, if one did."""
     # torch reports a failed write as "unexpected pos", and safetensors as an error of its own.
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if isinstance(error, OSError) and error.errno in FULL:
             return error.errno
         if _FULL_TEXT.search(str(error)):
             return errno.ENOSPC
@@ -331,26 +317,13 @@ def _full_number(error: BaseException | None) -> int | None:
     return None
 
 
-def _describe_disk(path: Path) -> str:
+def describe_disk(path: Path) -> str:
     """Return which disk holds a path, and its free bytes."""
     place = path.absolute()
     while not os.path.ismount(place) and place != place.parent:
         place = place.parent
     free = os.statvfs(place)
     return f"the disk mounted at {place} has {free.f_bavail * free.f_frsize:,} bytes free"
-
-
-def describe_place(error: BaseException) -> str | None:
-    """Return a line with the path and the reason if a local path that the user chose is the cause
-    of an error: its disk is full or read-only, its name is too long; else None."""
-    # Ray wraps the error of a task.
-    cause = getattr(error, "cause", None) or error
-    if not isinstance(cause, OSError) or cause.errno not in _WRONG_PLACE or not cause.filename:
-        return None
-    path, reason = os.fsdecode(cause.filename), str(cause.strerror)
-    if cause.errno in _FULL and "mounted" not in reason:
-        reason = f"{reason}: {_describe_disk(Path(path))}"
-    return f"{path}: cannot be {'written' if cause.errno in _WRITING else 'used'} ({reason})"
 
 
 def _discard(stream: Any) -> None:

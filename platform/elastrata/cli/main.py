@@ -3,6 +3,7 @@ codes."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -43,7 +44,7 @@ from elastrata.terminal.console import (
 )
 from elastrata.workload.installed import expand_segments
 from elastrata_pipelines.errors import UserError, escape_controls
-from elastrata_pipelines.storage import describe_place
+from elastrata_pipelines.storage import FULL, describe_disk
 from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, hide_unrecorded_parts
 
 # 130 is 128 + SIGINT, as shells report it.
@@ -209,7 +210,7 @@ def _describe_failure(error: Exception) -> tuple[int, list[str]]:
         is_unwanted = isinstance(error, BrokenPipeError)
         line = f"{OUTPUT}: cannot be written ({error.strerror})"
         return FAILED, [] if is_unwanted else [line]
-    if place := describe_place(error):
+    if place := _describe_place(error):
         return BAD_INPUT, [place]
     return FAILED, [_summarize_error(error), *getattr(error, "__notes__", [])]
 
@@ -222,6 +223,28 @@ def _shorten(lines: Sequence[str]) -> list[str]:
     ]
     more = len(lines) - len(shown)
     return [*shown, f"and {more:,} more; --json shows all"] if more else shown
+
+
+_WRITING = {*FULL, errno.EROFS, errno.ETXTBSY}
+_WRONG_PLACE = {
+    *_WRITING,
+    *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO),
+}
+"""Errors of a path that only the user can put right."""
+
+
+def _describe_place(error: Exception) -> str | None:
+    """Return a line with the path and the reason if a local path that the user chose is the cause
+    of an error, such as one on a full or read-only disk; else None."""
+    # Ray wraps the error of a task.
+    cause = getattr(error, "cause", None) or error
+    if not isinstance(cause, OSError) or cause.errno not in _WRONG_PLACE or not cause.filename:
+        return None
+    path, reason = os.fsdecode(cause.filename), str(cause.strerror)
+    if cause.errno in FULL and "mounted" not in reason:
+        reason = f"{reason}: {describe_disk(Path(path))}"
+    return f"{path}: cannot be {'written' if cause.errno in _WRITING else 'used'} ({reason})"
 
 
 def _check_current_folder() -> None:
