@@ -123,9 +123,6 @@ def uses_proxy(url: str) -> bool:
     return bool(is_set) and not proxy_bypass(parts.hostname or "")
 
 
-_failures: dict[str, tuple[float, OSError]] = {}
-
-
 def check_answers(url: str) -> None:
     """Check that an HTTP server answers a small request, whatever it answers to it.
 
@@ -136,25 +133,21 @@ def check_answers(url: str) -> None:
     if uses_proxy(url):
         return
     place = "{0.scheme}://{0.netloc}".format(urlsplit(url))
-    failed, error = _failures.get(place, (0.0, None))
-    # Of many files at one dead server only the first costs time.
-    if error is not None and time.monotonic() - failed < GIVE_UP_SECONDS:
-        raise error
     give_up = time.monotonic() + READ_SECONDS
     while True:
         try:
             status, reason = call_within(READ_SECONDS, place, lambda: _ask(url))
             if status < SERVER_ERROR:
-                _failures.pop(place, None)
                 return
-            error = ConnectionError(errno.EREMOTEIO, f"the server answers {status} {reason}")
+            error: OSError = ConnectionError(
+                errno.EREMOTEIO, f"the server answers {status} {reason}"
+            )
         except OSError as failure:
             error = failure
         except http.client.HTTPException as failure:
             error = ConnectionError(errno.EPROTO, f"no HTTP server answers ({failure})")
         # Only a server that is up, but busy, may be well again in seconds.
         if error.errno != errno.EREMOTEIO or time.monotonic() > give_up:
-            _failures[place] = time.monotonic(), error
             raise error
         with waiting_for(place):
             time.sleep(1)
@@ -184,6 +177,9 @@ def _ask(url: str) -> tuple[int, str]:
         connection.close()
 
 
+_failures: dict[str, tuple[float, OSError]] = {}
+
+
 def open_file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """Return the file system of a URL, whose waits are limited and reported, and the path in it.
 
@@ -194,8 +190,17 @@ def open_file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
         _limit_clients()
     if url.startswith(("http:", "https:")):
         parts = urlsplit(url)
+        place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/"
+        failed, error = _failures.get(place, (0.0, None))
+        # Of many files at one dead server only the first costs time.
+        if error is not None and time.monotonic() - failed < GIVE_UP_SECONDS:
+            raise error
         # fsspec takes an HTTP server that does not answer for one without the file.
-        check_answers(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/")
+        try:
+            check_answers(place)
+        except OSError as error:
+            _failures[place] = time.monotonic(), error
+            raise
     fs, path = url_to_fs(url)
     return fs, str(path)
 

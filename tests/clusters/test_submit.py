@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +13,8 @@ import ray
 
 from elastrata.cli.main import run
 from elastrata.deploy import jobs
+from elastrata_pipelines import waits
+from support.deaf_servers import deaf_server, refused_port, say_nothing
 
 
 @pytest.fixture(autouse=True)
@@ -22,13 +23,48 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
-def test_where_no_job_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as silent:  # it holds its port, and does not listen
-        silent.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert run(["submit", "bert/tiny", "--cluster", address]) == 2
+@pytest.mark.parametrize("command", [["submit", "bert/tiny"], ["stop", "a-run"]])
+def test_where_no_job_server_answers(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "junk")  # not the address of this command
+    with refused_port() as port:
+        assert run([*command, "--cluster", f"127.0.0.1:{port}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"--cluster: {address}: no job server answers there (")
+    expected = f"--cluster: 127.0.0.1:{port}: no job server answers there (Connection refused)"
+    assert line == expected
+
+
+@pytest.mark.parametrize("command", [["submit", "bert/tiny"], ["stop", "a-run"]])
+def test_where_a_server_does_not_answer(
+    command: list[str],
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waits, "READ_SECONDS", 0.5)
+    monkeypatch.setattr(waits, "REPORT_SECONDS", 0.0)
+    with deaf_server(say_nothing) as port:
+        address = f"http://127.0.0.1:{port}"
+        assert run([*command, "--cluster", address]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"--cluster: {address}: no job server answers there (no answer in time)"
+    assert caplog.messages == [f"waiting for {address}"]
+
+
+@pytest.mark.parametrize("address", ["somewhere:99999", "http://somewhere:99999"])
+def test_an_impossible_port(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["stop", "a-run", "--cluster", address]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"--cluster: {address}: Port ")
+    assert line.endswith(": expected an address such as http://10.0.0.1:8265")
+
+
+def test_an_address_without_a_scheme_is_that_of_the_dashboard(
+    without_agent: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["stop", "a-run", "--cluster", without_agent.removeprefix("http://")]) == 2
+    assert capsys.readouterr().err == "a-run: no job that runs there trains it\n"
 
 
 def test_rays_own_search_for_a_server_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,25 @@ def test_a_wrong_token_takes_one_line(submitted: Submitted) -> None:
     assert "it wants its token" in line
 
 
+@pytest.mark.parametrize("given", ["--address", "RAY_ADDRESS"])
+def test_joining_a_cluster_without_its_token_takes_one_line(
+    submitted: Submitted, tmp_path: Path, given: str
+) -> None:
+    head, text = submitted.cluster.gcs_address, tmp_path / "text.txt"
+    text.write_text("one document", encoding="utf-8")
+    prepare = ["prepare", "--text", str(text), "--out", str(tmp_path / "data")]
+    address = ["--address", head] if given == "--address" else []
+    done = subprocess.run(
+        [ELASTRATA, *prepare, *address],
+        env=client_environment({} if address else {"RAY_ADDRESS": head}),
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{given}: {head}: it wants its token (InvalidAuthToken: ")
+
+
 def test_folders_of_this_machine_alone_are_refused(submitted: Submitted) -> None:
     done = _run(submitted, "submit", "bert/tiny")
     assert done.returncode == 2

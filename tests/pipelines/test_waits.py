@@ -143,10 +143,10 @@ def test_a_server_that_failed_is_not_asked_again_at_once(monkeypatch: pytest.Mon
     with refused_port() as port:
         url = f"http://127.0.0.1:{port}"
         with pytest.raises(ConnectionRefusedError):
-            waits.check_answers(url)
+            waits.open_file_system(f"{url}/file")
         listener = socket.create_server(("127.0.0.1", port), reuse_port=True)
         with listener, pytest.raises(ConnectionRefusedError):
-            waits.check_answers(f"{url}/another")
+            waits.open_file_system(f"{url}/another")
 
 
 def test_settings_of_the_user_win(monkeypatch: pytest.MonkeyPatch) -> None:

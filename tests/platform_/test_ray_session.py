@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -113,10 +115,79 @@ def test_sigterm_while_rays_core_starts_prints_no_stack() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "ours\nstarted\n", "")
 
 
-def test_a_cluster_that_does_not_answer_is_told() -> None:
-    code = """
-from elastrata.driver.ray_session import ray_session
-with ray_session('127.0.0.1:1'): pass
+ADDRESSES = """
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from elastrata.driver import ray_session
+from elastrata_pipelines.errors import UserError
+from support.deaf_servers import deaf_server, refused_port, say_nothing
+
+def deny(request, context):
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken: it is missing or incorrect")
+
+class Denying(grpc.GenericRpcHandler):
+    def service(self, call):
+        return grpc.unary_unary_rpc_method_handler(deny)
+
+def join(address, variable=None):
+    os.environ.pop("RAY_ADDRESS", None)
+    if variable:
+        os.environ["RAY_ADDRESS"] = variable
+    try:
+        with ray_session.ray_session(address):
+            print("joined")
+    except UserError as error:
+        for line in error.problems:
+            print(line.replace(str(port), "PORT"))
+
+ray_session.READ_SECONDS = 1
+port = "-"
+with refused_port() as port:
+    join(f"127.0.0.1:{port}")
+    join(None, f"127.0.0.1:{port}")
+    join("auto", f"127.0.0.1:{port}")
+    join(f"ray://127.0.0.1:{port}")
+for address in ("junk", "127.0.0.1:99999", "127.0.0.1:", ":6379", "http://127.0.0.1"):
+    join(address)
+    join(None, address)
+with deaf_server(say_nothing, "0.0.0.0") as port:  # Ray asks at another address of this machine
+    join(f"127.0.0.1:{port}")
+head = grpc.server(ThreadPoolExecutor(1), handlers=[Denying()])
+port = head.add_insecure_port("0.0.0.0:0")
+head.start()
+join(f"127.0.0.1:{port}")
+join(None, f"127.0.0.1:{port}")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
-    assert "UserError: --address: 127.0.0.1:1: no Ray cluster answers there" in done.stderr
+
+
+def test_a_cluster_that_cannot_be_joined_takes_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ADDRESSES],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=100,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(sys.path), "HOME": str(tmp_path), "RAY_AUTH_MODE": ""},
+    )
+    refused = "127.0.0.1:PORT: no Ray cluster answers there ([Errno 111] Connection refused)"
+    expected = [
+        f"--address: {refused}",
+        f"RAY_ADDRESS: {refused}",
+        f"RAY_ADDRESS: {refused}",
+        f"--address: ray://{refused}",
+    ]
+    for address in ("junk", "127.0.0.1:99999", "127.0.0.1:", ":6379", "http://127.0.0.1"):
+        line = f"{address}: expected auto, local or HOST:PORT, such as 10.0.0.1:6379"
+        expected += [f"--address: {line}", f"RAY_ADDRESS: {line}"]
+    expected.append("--address: 127.0.0.1:PORT: no Ray cluster answers there (Deadline Exceeded)")
+    denied = (
+        "127.0.0.1:PORT: it wants its token (InvalidAuthToken: it is missing or incorrect): set "
+        "RAY_AUTH_MODE=token, and give the token in RAY_AUTH_TOKEN, in the file "
+        "RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token"
+    )
+    expected += [f"--address: {denied}", f"RAY_ADDRESS: {denied}"]
+    assert done.stdout.splitlines() == expected, done.stderr
+    assert done.returncode == 0

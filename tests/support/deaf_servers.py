@@ -58,7 +58,7 @@ def fail(client: socket.socket, is_over: Event) -> None:
 
 
 @contextmanager
-def deaf_server(serve: Serve) -> Iterator[int]:
+def deaf_server(serve: Serve, host: str = "127.0.0.1") -> Iterator[int]:
     """The port of a server that treats every connection so, each in a thread."""
     is_over, clients = Event(), []
 
@@ -73,7 +73,7 @@ def deaf_server(serve: Serve) -> Iterator[int]:
                 clients.append(client)
                 threading.Thread(target=treat, args=(client,), daemon=True).start()
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server((host, 0)) as listener:
         thread = threading.Thread(target=accept)
         thread.start()
         try:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
+import grpc
 import ray
-from ray._private import utils, worker
+from ray._private import services, utils, worker
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 from ray._private.state import state
@@ -24,9 +25,12 @@ from ray.core.generated import (
     autoscaler_pb2,
     common_pb2,
     gcs_pb2,
+    gcs_service_pb2,
+    gcs_service_pb2_grpc,
     node_manager_pb2,
     node_manager_pb2_grpc,
 )
+from ray.exceptions import AuthenticationError
 from ray.experimental import internal_kv
 from ray.runtime_env import RuntimeEnv
 
@@ -57,6 +61,44 @@ def keep_sigterm_handler() -> Iterator[None]:
         utils.set_sigterm_handler = set_handler
         # Nothing changes unless a later version of Ray has other ways.
         signal.signal(signal.SIGTERM, handler)
+
+
+def resolve_head(address: str) -> str:
+    """Return host and port of a cluster's head process, which for `auto` is that of this machine.
+
+    Raises:
+        OSError: no Ray runs here, or there is no such host.
+        ValueError: it is no address.
+    """
+    # `ray.init` has no way to look before it connects.
+    return str(services.canonicalize_bootstrap_address(address))
+
+
+def check_head(address: str, seconds: float) -> None:
+    """Check that a head process answers, and lets this process in.
+
+    Args:
+        address: its host and port.
+        seconds: timeout of the call.
+
+    Raises:
+        PermissionError: it wants another token.
+        ConnectionError: it does not answer.
+    """
+    # `ray.init` tries for 20 s without a right token and for longer without an answer, and logs
+    # each attempt.
+    request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]
+    try:
+        with closing(init_grpc_channel(address)) as channel:
+            head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
+            head.CheckAlive(request, timeout=seconds)
+    except AuthenticationError as error:  # this process has no token
+        raise PermissionError(str(error)) from None
+    except grpc.RpcError as error:
+        reason = str(error.details())
+        if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+            raise PermissionError(reason) from None
+        raise ConnectionError(reason) from None
 
 
 def draining_nodes() -> Iterable[str]:

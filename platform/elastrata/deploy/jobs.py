@@ -16,23 +16,25 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from ray.exceptions import AuthenticationError
-from ray.job_submission import JobDetails, JobSubmissionClient
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from elastrata.deploy.clusters import find_cluster_file, is_launcher_file
+from elastrata.driver.ray_session import describe_token
 from elastrata.recipe.file import to_yaml
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.yaml_reader import with_given
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.url_secrets import NO_SECRET, hide_unrecorded_parts
+from elastrata_pipelines.waits import NO_ANSWER, call_within, check_answers, waiting_for
 
 RUN = "elastrata_run"
 """Key of a job's metadata with its run's URL."""
@@ -44,7 +46,10 @@ _PACKAGES = ("elastrata", "elastrata_pipelines", "elastrata_workloads")
 _STOP_SECONDS = 60
 """Time for a stopped run to finish its record and its workers, after the checkpoint."""
 _PORT = 8265
-_CONNECT_SECONDS = 5.0
+_SECONDS_TO_ANSWER = 60.0
+_SECONDS_TO_SUBMIT = 300.0
+"""Time to send the code, too."""
+Answer = TypeVar("Answer")
 _SECONDS_FOR_A_TUNNEL = 60.0
 _OVERRIDES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Variables that take precedence over the address that Ray's client is given."""
@@ -84,19 +89,24 @@ def submit(
     with tempfile.TemporaryDirectory() as folder, job_server_errors(server):
         text = with_given(recipe.given, to_yaml(recipe))
         (Path(folder) / RECIPE).write_text(text, encoding="utf-8")
-        return server.submit_job(
-            entrypoint=shlex.join([*command, RECIPE, "--name", name]),
-            # A run may be submitted several times, but the id of a job is unique.
-            submission_id=f"{name}-{uuid.uuid4().hex[:8]}",
-            runtime_env=runtime_env(recipe, Path(folder), with_packages=not installed),
-            metadata={RUN: run},
+        environment = runtime_env(recipe, Path(folder), with_packages=not installed)
+        return call_within(
+            _SECONDS_TO_SUBMIT,
+            f"the job server at {server.get_address()}",
+            lambda: server.submit_job(
+                entrypoint=shlex.join([*command, RECIPE, "--name", name]),
+                # A run may be submitted several times, but the id of a job is unique.
+                submission_id=f"{name}-{uuid.uuid4().hex[:8]}",
+                runtime_env=environment,
+                metadata={RUN: run},
+            ),
         )
 
 
 def list_running_jobs(server: JobSubmissionClient, wanted: str) -> list[JobDetails]:
     """Return the running jobs of a run, by its URL or name, or with this job id."""
     with job_server_errors(server):
-        jobs = server.list_jobs()
+        jobs = _ask(server, server.list_jobs)
     return [
         job
         for job in jobs
@@ -124,8 +134,8 @@ def follow(server: JobSubmissionClient, job: str, show: Callable[[str], None]) -
         before = output.shown
         try:
             asyncio.run(output.tail(server, job))
-            if server.get_job_status(job).is_terminal():
-                return str(server.get_job_status(job))
+            if (status := _status(server, job)).is_terminal():
+                return str(status)
         except (OSError, RuntimeError, aiohttp.ClientError):
             # Only failures without any new output count.
             failures = 0 if output.shown > before else failures + 1
@@ -171,10 +181,23 @@ def stop(server: JobSubmissionClient, wanted: str) -> dict[str, str]:
         raise UserError(f"{wanted}: no job that runs there trains it")
     with job_server_errors(server):
         for job in jobs:
-            server.stop_job(job)
-    while not all(server.get_job_status(job).is_terminal() for job in jobs):
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-    return {job: str(server.get_job_status(job)) for job in jobs}
+            _ask(server, partial(server.stop_job, job))
+        while not all(_status(server, job).is_terminal() for job in jobs):
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        return {job: str(_status(server, job)) for job in jobs}
+
+
+def _status(server: JobSubmissionClient, job: str) -> JobStatus:
+    return _ask(server, partial(server.get_job_status, job))
+
+
+def _ask(server: JobSubmissionClient, question: Callable[[], Answer]) -> Answer:
+    """Return the server's answer to a question, which Ray's client would await for ever.
+
+    Raises:
+        Exception: it does not come, or any error of the client.
+    """
+    return call_within(_SECONDS_TO_ANSWER, f"the job server at {server.get_address()}", question)
 
 
 def runtime_env(recipe: Recipe, folder: Path, *, with_packages: bool) -> dict[str, Any]:
@@ -285,47 +308,41 @@ def job_server_errors(server: JobSubmissionClient) -> Iterator[None]:
 
 
 def _connect(address: str, shown: str) -> JobSubmissionClient:
-    if address != "auto":  # Ray finds that one itself
-        _check_port(address, shown)
+    what = f"the job server at {address}"
     # Ray's client has no argument that takes precedence over these variables.
     removed = {name: os.environ.pop(name) for name in _OVERRIDES if name in os.environ}
     try:
-        return JobSubmissionClient(address)
+        if address != "auto":  # Ray finds that one itself
+            # It would take an address without a scheme for that of the head process.
+            address = address if "://" in address else f"http://{address}"
+            _check_port(address, shown)
+            # Ray's client retries a refused connection for 40 seconds, logs each attempt, and
+            # waits for any other server for ever.
+            if address.startswith(("http://", "https://")):
+                check_answers(f"{address.rstrip('/')}/api/version")
+        return call_within(_SECONDS_TO_ANSWER, what, lambda: JobSubmissionClient(address))
     except AuthenticationError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"--cluster: {shown}: it wants its token ({reason}): set RAY_AUTH_MODE=token, and give "
-            "the token in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token"
-        ) from error
+        raise UserError(f"--cluster: {shown}: {describe_token(error)}") from error
     except (OSError, RuntimeError, ValueError) as error:  # OSError: that of `requests`, too
-        reason = str(error).strip().splitlines()[0]
+        named = error.strerror if isinstance(error, OSError) else None
+        reason = named or str(error).strip().splitlines()[0]
         raise UserError(f"--cluster: {shown}: no job server answers there ({reason})") from error
     finally:
         os.environ.update(removed)
 
 
 def _check_port(address: str, shown: str) -> None:
-    """Check that a server listens at an address.
+    """Check that an address has a possible port.
 
     Raises:
-        UserError: no server does.
+        UserError: it has none.
     """
-    # Ray's client retries a refused connection for 40 seconds and logs each attempt.
-    url = urlsplit(address if "://" in address else f"http://{address}")
     try:
-        place = url.hostname, url.port or (443 if url.scheme == "https" else 80)
-    except ValueError:  # not a number; the client says so
-        return
-    if url.scheme not in ("http", "https") or place[0] is None:
-        return
-    proxies = getproxies()
-    if (proxies.get(url.scheme) or proxies.get("all")) and not proxy_bypass(place[0]):
-        return  # only the proxy reaches it, perhaps
-    try:
-        socket.create_connection((place[0], place[1]), _CONNECT_SECONDS).close()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(f"--cluster: {shown}: no job server answers there ({reason})") from error
+        _ = urlsplit(address).port
+    except ValueError as error:
+        raise UserError(
+            f"--cluster: {shown}: {error}: expected an address such as http://10.0.0.1:{_PORT}"
+        ) from None
 
 
 @contextmanager
@@ -347,13 +364,14 @@ def _tunnel(file: Path, shown: str) -> Iterator[str]:
     )
     try:
         deadline = time.monotonic() + _SECONDS_FOR_A_TUNNEL
-        while not _accepts_connection(port):
-            if tunnel.poll() is not None or time.monotonic() > deadline:
-                tunnel.terminate()
-                output = [line.strip() for line in tunnel.communicate()[0].splitlines()]
-                reason = next((line for line in reversed(output) if line), "no answer in time")
-                raise UserError(f"--cluster: {shown}: `ray dashboard` leads nowhere ({reason})")
-            time.sleep(0.2)
+        with waiting_for(f"`ray dashboard {shown}`"):
+            while not _accepts_connection(port):
+                if tunnel.poll() is not None or time.monotonic() > deadline:
+                    tunnel.terminate()
+                    output = [line.strip() for line in tunnel.communicate()[0].splitlines()]
+                    reason = next((line for line in reversed(output) if line), NO_ANSWER)
+                    raise UserError(f"--cluster: {shown}: `ray dashboard` leads nowhere ({reason})")
+                time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
     finally:
         tunnel.terminate()

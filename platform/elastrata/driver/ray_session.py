@@ -28,10 +28,10 @@ from elastrata.cluster.processes import children, title
 from elastrata.driver.interrupt import shield_from_signals
 from elastrata.driver.shadowing import check_search_path
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.waits import CONNECT_SECONDS, READ_SECONDS, check_port, waiting_for
 
 NICENESS = "RAY_worker_niceness"
 """The environment variable with the nice value of Ray's workers."""
-_SECONDS_TO_ANSWER = 5.0
 _SECONDS_BETWEEN_LOOKS = 1.0
 _REFUSALS = 3
 """Consecutive refused connections after which one of Ray's processes counts as dead."""
@@ -68,27 +68,33 @@ def ray_session(
         yield
         return
     check_search_path()
-    wanted = address or os.environ.get("RAY_ADDRESS") or "local"
+    # As in `ray.init`, the variable says what `auto` means.
+    variable = os.environ.get("RAY_ADDRESS") if address in (None, "auto") else None
+    wanted = variable or address or "local"
     with _brief_messages():
         if wanted == "local":
             with _local_cluster(num_cpus, log_to_driver):
                 yield
         else:
-            with _joined_cluster(wanted, log_to_driver):
+            source = "RAY_ADDRESS" if variable else "--address"
+            with _joined_cluster(wanted, source, log_to_driver):
                 yield
 
 
 @contextmanager
-def _joined_cluster(address: str, log_to_driver: bool) -> Iterator[None]:
+def _joined_cluster(address: str, source: str, log_to_driver: bool) -> Iterator[None]:
     import ray
 
+    where = f"{source}: {address}"
     try:
-        _check_answers(address)
-        with _keep_sigterm():
+        _check_answers(address, where)
+        with _keep_sigterm(), waiting_for(f"the Ray cluster at {address}"):
             ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR)
+    except PermissionError as error:
+        raise UserError(f"{where}: {describe_token(error)}") from error
     except OSError as error:  # refused, timed out, no such host
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--address: {address}: no Ray cluster answers there ({reason})") from error
+        raise UserError(f"{where}: no Ray cluster answers there ({reason})") from error
     _quiet_loggers()
     try:
         yield
@@ -230,7 +236,7 @@ def _watch_ray(addresses: Mapping[str, tuple[str, int]], folder: Path, is_over: 
 def _refuses(address: tuple[str, int]) -> bool:
     """Return True if no process listens at the address."""
     try:
-        socket.create_connection(address, _SECONDS_TO_ANSWER).close()
+        socket.create_connection(address, CONNECT_SECONDS).close()
     # A slow process, or a network that is away, does not refuse.
     except ConnectionRefusedError:
         return True
@@ -251,12 +257,40 @@ def _end_command(process: str, folder: Path) -> NoReturn:
     os._exit(1)
 
 
-def _check_answers(address: str) -> None:
-    """Raise OSError if no process listens at the address."""
-    # Ray would try for many minutes.
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon and port.isdigit():
-        socket.create_connection((host, int(port)), _SECONDS_TO_ANSWER).close()
+def describe_token(error: Exception) -> str:
+    """Return, in one line, how to give the token that a cluster wants."""
+    # Ray goes on with several sentences of advice.
+    reason = str(error).strip().splitlines()[0].partition(". ")[0]
+    return (
+        f"it wants its token ({reason}): set RAY_AUTH_MODE=token, and give the token in "
+        "RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token"
+    )
+
+
+def _check_answers(address: str, where: str) -> None:
+    """Check that a cluster answers and lets this process in, before `ray.init` tries for minutes.
+
+    Args:
+        address: address of the cluster.
+        where: name of the address in messages.
+
+    Raises:
+        PermissionError: it wants another token.
+        OSError: it does not answer.
+        UserError: it is no address.
+    """
+    from elastrata.cluster.ray_internals import check_head, resolve_head
+
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address != "auto" and not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise UserError(f"{where}: expected auto, local or HOST:PORT, such as 10.0.0.1:6379")
+    if address != "auto":
+        check_port(host.strip("[]"), int(port))
+    # Ray's own client speaks to another process, which has no such question.
+    if not address.startswith("ray://"):
+        head = resolve_head(address)
+        with waiting_for(f"the Ray cluster at {address}"):
+            check_head(head, READ_SECONDS)
 
 
 def _quiet_settings() -> None:
