@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from elastrata.driver.launch import train as train_on_ray
 from elastrata.driver.ray_session import ray_session
@@ -13,6 +12,7 @@ from elastrata.driver.result import TrainResult
 from elastrata.recipe.data_sets import resolve_steps
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.yaml_reader import Overrides, override_lines
 from elastrata.step.events import Event
 from elastrata.sweeps.config import SweepConfig
 from elastrata.sweeps.journal import Standings
@@ -29,22 +29,6 @@ if TYPE_CHECKING:
     from elastrata_pipelines.inspection import Inspection
 
 
-Overrides = Sequence[str] | Mapping[str, object]
-"""Changes of a recipe: `["optimizer.lr=3e-4"]`, or `{"optimizer.lr": 3e-4}`."""
-
-
-def _to_lines(overrides: Overrides) -> Sequence[str]:
-    """Return overrides as a command line has them. JSON is YAML, too."""
-    if isinstance(overrides, Mapping):
-        # `default`: a Path is its text.
-        values = {
-            path: json.dumps(value, ensure_ascii=False, default=str)
-            for path, value in overrides.items()
-        }
-        return [f"{path}={value}" for path, value in values.items()]
-    return [overrides] if isinstance(overrides, str) else overrides
-
-
 def run_name(recipe: Recipe) -> str:
     """Return the name of a recipe's run.
 
@@ -57,7 +41,7 @@ def run_name(recipe: Recipe) -> str:
 
 
 def train(
-    recipe: Recipe | str | os.PathLike[str],
+    recipe: Recipe | Mapping[str, Any] | str | os.PathLike[str],
     overrides: Overrides = (),
     *,
     address: str | None = None,
@@ -67,23 +51,32 @@ def train(
     """Train a recipe to its last step or its target, or continue its run.
 
     Args:
-        recipe: the recipe, with a name; or a YAML file, or the name of a recipe: `bert/tiny`.
-        overrides: changes of a recipe that is given by its file or name.
-        address: Ray cluster to join; default: the open session, else a new local one.
+        recipe: a YAML file, the name of a recipe such as `bert/tiny`, the keys and values of such a
+            file, or a `Recipe`. The last two need a `name`, which is that of the run.
+        overrides: changes of the recipe by dotted key, `{"optimizer.lr": 3e-4}`, or as on the
+            command line, `["optimizer.lr=3e-4"]`. Not for a `Recipe`.
+        address: Ray cluster to join, `auto` or HOST:PORT. Default: the open session, else a new
+            cluster on this machine.
         show: called with every event of the run, from a background thread; default: print events,
             with a progress line in a terminal or notebook.
         go_on_from: checkpoint of the run to return to, by its folder's name or its step. Default:
             the newest.
 
+    Returns:
+        The finished run: its folder, steps, samples, tokens and final loss, with methods to export
+        the model and to plot.
+
     Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM; a checkpoint was saved first.
         UserError: recipe, data or cluster are invalid; one line per reason.
         TrainingError: training ended early, for the reason in its message.
     """
     from elastrata.terminal.console import open_console
     from elastrata.terminal.progress import Progress, phase_lines
 
-    if isinstance(recipe, str | os.PathLike):
-        recipe = load_recipe(os.fspath(recipe), _to_lines(overrides))
+    if not isinstance(recipe, Recipe):
+        given = recipe if isinstance(recipe, Mapping) else os.fspath(recipe)
+        recipe = load_recipe(given, overrides)
     elif overrides:
         raise UserError("overrides: not allowed with a Recipe: pass a file or a recipe's name")
 
@@ -120,7 +113,11 @@ def fork(
         address: Ray cluster to join; default: the open session, else a new local one.
         show: as for `train`; the default also prints all changes first.
 
+    Returns:
+        The finished new run, as for `train`.
+
     Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM; a checkpoint was saved first.
         UserError: the checkpoint does not exist, or the changes are invalid; one line per reason.
             Nothing was started.
         TrainingError: training ended early, for the reason in its message.
@@ -130,7 +127,7 @@ def fork(
     from elastrata.terminal.console import open_console
     from elastrata.trainer.preflight import check_storage
 
-    plan = plan_fork(run, name, _to_lines(overrides))
+    plan = plan_fork(run, name, override_lines(overrides))
     check_storage(Storage(plan.fork.recipe.storage))
     if show is None:
         show_changes(open_console(as_json=False), plan)
@@ -146,20 +143,24 @@ def prepare(
     address: str | None = None,
     progress: Callable[[str, int, int, str], None] | None = None,
 ) -> Manifest:
-    """Convert text to a data set and return its manifest.
+    """Convert text to a data set.
 
     Ray is started after all checks.
 
     Args:
-        config: text, tokenizer and sample format.
+        config: sources of text, tokenizer, and format of the samples: the keys of `data.prepare`.
         out: folder or URL of the data set.
         overwrite: whether to replace an existing data set.
         address: Ray cluster to join; default: the open session, else a new local one.
         progress: called with stage, finished amount, total amount and their unit; default: print
             them.
 
+    Returns:
+        The manifest of the data set: samples, tokens, shards, vocabulary and fingerprint.
+
     Raises:
-        UserError: text or configuration are invalid; one line per reason.
+        UserError: text or configuration are invalid, or `out` holds something else; one line per
+            reason.
     """
     from elastrata.terminal.console import open_console
     from elastrata.terminal.progress import StageProgress
@@ -183,10 +184,13 @@ def status(run: str) -> Status:
     """Return the status of a run, which may train anywhere.
 
     Args:
-        run: its folder, URL or name.
+        run: its folder, its URL, or its name in `./runs`.
+
+    Returns:
+        The state, progress, loss, checkpoints, faults, recoveries and lost seconds.
 
     Raises:
-        UserError: the run does not exist.
+        UserError: the run does not exist, or a file of it is damaged.
     """
     from elastrata.run.claim import find_run_folder
     from elastrata.run.status import status
@@ -199,8 +203,12 @@ def inspect(data: str, *, workers: int = 8, batch_size: int | None = None) -> In
 
     Args:
         data: its folder or URL.
-        workers: number of workers that a batch would be dealt to.
-        batch_size: samples of a step; default: 16 per worker.
+        workers: number of data-parallel workers that a batch would be dealt to.
+        batch_size: samples of a step; default: 16 per worker, or all samples if there are fewer.
+
+    Returns:
+        The lengths in tokens, the share of padding, and the work of the slowest worker over the
+        mean, for each scheme of dealing.
 
     Raises:
         UserError: the data set is missing or damaged.
@@ -239,6 +247,9 @@ def generate(
         seed: equal seeds give equal texts.
         checkpoint: checkpoint of a run: `newest`, `best` (smallest evaluation loss), or a step.
 
+    Returns:
+        The added text, and its number of tokens.
+
     Raises:
         UserError: the model does not exist, or does not predict next tokens.
     """
@@ -266,7 +277,11 @@ def sweep(
             in a notebook.
         warn: called, if `show` is given, with one line per problem that does not end the sweep.
 
+    Returns:
+        The result: the best trial with its values, the standings of all trials, and the report.
+
     Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the same sweep continues later.
         UserError: sweep, recipe, data or cluster are invalid; one line per reason.
     """
     from elastrata.sweeps.launch import sweep as sweep_on_ray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import re
 import sys
@@ -58,6 +59,43 @@ def test_a_recipe_by_its_name_and_overrides_in_a_mapping(tmp_path: Path) -> None
         elastrata.train("bert/tiny", {"data.path": missing, "steps": 3, "workers.spares": False})
     with pytest.raises(elastrata.UserError, match=r"optimizer\.lrr"):
         elastrata.train("bert/tiny", ["optimizer.lrr=1"])
+
+
+def test_a_recipe_in_a_mapping(tmp_path: Path) -> None:
+    values = {"extends": "bert/tiny", "data": {"path": tmp_path}, "steps": 7}
+    made = elastrata.load_recipe(
+        values, {"optimizer.betas": (0.8, 0.9), "schedule.warmup_steps": 1}
+    )
+    assert made == elastrata.load_recipe(
+        "bert/tiny",
+        {
+            **{"data.path": tmp_path, "steps": 7, "name": None},
+            **{"optimizer.betas": [0.8, 0.9], "schedule.warmup_steps": 1},
+        },
+    )
+    assert made.given is not None
+    assert made.given.startswith("extends: bert/tiny\n")
+    with pytest.raises(elastrata.UserError, match="name: missing"):
+        elastrata.train(values)
+    with pytest.raises(elastrata.UserError) as caught:
+        elastrata.train({**values, "stepps": 1, "optimizer": {"lr": -1}})
+    assert [line.partition(": expected")[0] for line in caught.value.problems] == [
+        "recipe: optimizer.lr: -1",
+        "recipe: stepps: 1: unknown key (did you mean 'steps'?)",
+    ]
+    with pytest.raises(elastrata.UserError, match=r"recipe: extends: nothing\.yaml: no such"):
+        elastrata.train({"extends": "nothing.yaml", "name": "x"})
+
+
+@pytest.mark.parametrize("name", [n for n in elastrata.__all__ if n[0].islower()])
+def test_a_public_function_says_what_it_takes_returns_and_raises(name: str) -> None:
+    function = getattr(elastrata, name)
+    text = inspect.getdoc(function) or ""
+    arguments, _, rest = text.partition("\nArgs:\n")[2].partition("\nReturns:\n")
+    described = re.findall(r"^    (\w+): \S", arguments, flags=re.MULTILINE)
+    assert described == list(inspect.signature(function).parameters)
+    assert "\nRaises:\n" in rest
+    assert "UserError: " in rest
 
 
 def test_runs_are_found_by_name_as_the_commands_find_them(

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 
-from elastrata.cluster.failure_attribution import FailureCount, find_culprits, is_victim
+from elastrata.cluster.channel import Receiver
+from elastrata.cluster.failure_attribution import (
+    FailureCount,
+    Repetition,
+    creation_error,
+    find_culprits,
+    is_victim,
+)
 from elastrata.driver.recorder import Observer
 from elastrata.run import history
 from elastrata.step.events import Evaluated, Event, Lost, Slowed, Stalled, Started, Warned
@@ -52,6 +62,56 @@ def test_losses_are_counted_once_an_attempt_until_none_is_left() -> None:
     assert (failures.count, failures.left, failures.is_last) == (2, 0, True)
     assert all(any_number.lose(attempt) for attempt in range(50))
     assert (any_number.left, any_number.is_last) == (-1, False)
+
+
+def test_a_mistake_that_ends_two_groups_at_one_step_would_end_every_group() -> None:
+    def verdicts(*errors: tuple[Exception, int]) -> list[bool]:
+        repetition = Repetition()
+        return [repetition.is_certain(error, step) for error, step in errors]
+
+    missing = ImportError("no module 'mine'")
+    assert verdicts((missing, 0), (ImportError("no module 'mine'"), 0)) == [False, True]
+    assert verdicts((missing, 0), (missing, 30), (missing, 60)) == [False] * 3
+    assert verdicts((missing, 0), (ValueError("no module 'mine'"), 0), (missing, 0)) == [False] * 3
+    for error in (OSError("disk"), RuntimeError("NCCL"), torch.OutOfMemoryError("8 GiB")):
+        assert verdicts((error, 0), (error, 0), (error, 0)) == [False] * 3
+
+
+def test_controllers_that_never_start_workers_are_counted() -> None:
+    failures = FailureCount(2)
+    assert failures.lose(0)
+    failures.lose_controller()
+    assert not failures.lose(0)
+    assert failures.is_last
+
+
+@ray.remote(num_cpus=0)
+class _Broken:
+    def __init__(self) -> None:
+        raise ImportError("cannot import name 'nn' from 'torch' (torch.py)")
+
+    def take(self, seconds: float, ticket: str) -> None:
+        pass
+
+
+@ray.remote(num_cpus=0)
+class _Whole:
+    def die(self) -> None:
+        os._exit(1)
+
+
+def test_a_process_that_cannot_be_made_is_told_with_its_cause(ray_local: None) -> None:
+    told: Queue[str] = Queue()
+    receiver = Receiver(_Broken.remote(), pytest.fail, told.put)  # type: ignore[attr-defined]
+    line = told.get()
+    receiver.close()
+    assert line == (
+        "processes of the run cannot start: ImportError: cannot import name 'nn' from 'torch' "
+        "(torch.py)"
+    )
+    with pytest.raises(ray.exceptions.RayActorError) as caught:
+        ray.get(_Whole.remote().die.remote())  # type: ignore[attr-defined]
+    assert creation_error(caught.value) is None
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from elastrata.cli.main import app, run
 from elastrata.cli.schema import schema
 from elastrata.driver.interrupt import SIGNALS, Interrupt, is_ending, shield_from_signals
+from elastrata_pipelines.errors import UserError
 
 ENDING = """
 import os, signal, sys
@@ -104,6 +105,15 @@ def test_no_press_shows_a_traceback(again: str, at_exit: str, told: list[str]) -
     assert done.returncode == 130, done.stderr
     assert done.stdout == "begun\n"
     assert done.stderr.splitlines() == told
+
+
+def test_a_run_that_can_never_start_is_not_waited_for() -> None:
+    interrupt, never = Interrupt(), threading.Event()
+    interrupt.fail("processes of the run cannot start: ImportError: no nn")
+    with pytest.raises(UserError, match="cannot start: ImportError: no nn"):
+        interrupt.run(never.wait, 60.0, pytest.fail)
+    assert not interrupt.is_lost
+    never.set()
 
 
 def test_an_action_that_is_left_behind_ends() -> None:

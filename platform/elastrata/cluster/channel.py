@@ -23,6 +23,7 @@ from typing import Any, cast
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from elastrata.cluster.failure_attribution import creation_error
 from elastrata.cluster.node_speeds import GroupKey, SpeedBook
 from elastrata.step.events import (
     Action,
@@ -185,11 +186,18 @@ class Receiver:
         channel: handle of the channel; it stays valid if the actor is restarted.
         handle: called after every answer of the channel, at least every second, even without
             events.
+        fail: called with the reason if the actor cannot be made, so that no answer will come.
     """
 
-    def __init__(self, channel: Any, handle: Callable[[Sequence[Event]], None]) -> None:
+    def __init__(
+        self,
+        channel: Any,
+        handle: Callable[[Sequence[Event]], None],
+        fail: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._channel = channel
         self._handle = handle
+        self._fail = fail
         self._ticket = ""
         self._closed = Flag()
         self._thread = Thread(target=self._receive, name="elastrata-events", daemon=True)
@@ -213,9 +221,12 @@ class Receiver:
         call = self._channel.take.remote(seconds, self._ticket)
         try:
             ticket, events = ray.get(call, timeout=seconds + _ANSWER_SECONDS)
-        except ray.exceptions.RayError:
+        except ray.exceptions.RayError as error:
+            # The first process of a run to import this package: its error is the first cause.
+            if reason := creation_error(error):
+                self._fail(f"processes of the run cannot start: {reason}")
             Flag().wait(_PAUSE_SECONDS)
-            return None
+            return False if reason else None
         self._handle(events)
         # Set only now: the ticket confirms that its events were handled.
         self._ticket = ticket

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 _KINDS = ("DistError", "FeederLostError")
 """Names of error classes: PyTorch's for collectives, and ours for the rank that reads the data."""
@@ -22,6 +23,38 @@ def find_culprits(errors: Mapping[int, Exception]) -> dict[int, Exception]:
     """Return the errors, by rank, that are not victims'; all errors if every one is a victim's."""
     primary = {rank: error for rank, error in errors.items() if not is_victim(error)}
     return primary or dict(errors)
+
+
+_MISTAKES = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError),
+    *(NotImplementedError, SyntaxError, TypeError, ValueError),
+)
+"""Errors that the same code raises again, unlike those of storage, memory and networks."""
+_NOT_MADE = "error raised in its creation task"
+
+
+def creation_error(error: BaseException) -> str | None:
+    """Return the last line of the error with which an actor could not be made; None if it lived."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if _NOT_MADE in text else None
+
+
+class Repetition:
+    """Recognises an error that would end every further group of workers in the same way."""
+
+    def __init__(self) -> None:
+        self._last: Any = None
+
+    def is_certain(self, error: BaseException, step: int) -> bool:
+        """Return True if the last group, too, was ended by this mistake, after the same step.
+
+        Args:
+            error: error that ended a group of workers.
+            step: newest step on record.
+        """
+        before, self._last = self._last, (type(error), str(error), step)
+        return isinstance(error, _MISTAKES) and before == self._last
 
 
 # The only count: Ray Train gets `left` at every start, and gives up by it.
@@ -49,6 +82,10 @@ class FailureCount:
         self._lost_attempt = attempt
         self.count += is_new
         return is_new
+
+    def lose_controller(self) -> None:
+        """Count the loss of a controller that has not started any workers."""
+        self.count += 1
 
     @property
     def left(self) -> int:

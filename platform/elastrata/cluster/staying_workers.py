@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed.distributed_c10d import _abort_process_group
 from typing_extensions import override
 
-from elastrata.cluster.failure_attribution import is_victim
+from elastrata.cluster.failure_attribution import creation_error, is_victim
 from elastrata.cluster.ray_train_internals import (
     ControllerCallback,
     PlacedWorkerGroup,
@@ -48,6 +48,7 @@ from elastrata.cluster.ray_train_internals import (
     get_env_vars_to_propagate,
     training_has_ended,
 )
+from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
     from elastrata.cluster.scaling_policy import GracefulScalingPolicy
@@ -157,6 +158,7 @@ class WorkerPlaces(PlacementGroupHandle):
 
         Raises:
             WorkerGroupStartupFailedError: an actor has not started in time; all of them are killed.
+            UserError: an actor cannot be made, so another one could not, either.
         """
         calls = [actor.get_metadata.remote() for actor in actors.values()]
         try:
@@ -164,6 +166,8 @@ class WorkerPlaces(PlacementGroupHandle):
         except ray.exceptions.RayError as error:
             for actor in actors.values():
                 ray.kill(actor)
+            if reason := creation_error(error):
+                raise UserError(f"a worker cannot start: {reason}") from error
             raise WorkerGroupStartupFailedError("a worker's process did not start") from error
         return [
             Worker(actor, metadata, self._resources, placement_group_bundle_index=number)

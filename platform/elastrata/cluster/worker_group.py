@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from operator import itemgetter
 from typing import Any
@@ -16,7 +17,7 @@ from ray.train import UserCallback
 
 from elastrata.cluster import prestarted
 from elastrata.cluster.channel import send_event
-from elastrata.cluster.failure_attribution import find_culprits
+from elastrata.cluster.failure_attribution import Repetition, creation_error, find_culprits
 from elastrata.cluster.job import Job
 from elastrata.cluster.leaked_placement_groups import remove_leaked
 from elastrata.cluster.node_speeds import (
@@ -47,7 +48,15 @@ from elastrata.device.capabilities import PEAKS, spare_bytes
 from elastrata.parallel.mesh import backends
 from elastrata.parallel.parallelize import ParallelConfig
 from elastrata.recipe.recipe import WorkersConfig
-from elastrata.step.events import ControllerLostError, Lost, Stopped, TrainingError, Warned
+from elastrata.run import history
+from elastrata.step.events import (
+    ControllerLostError,
+    Lost,
+    Refused,
+    Stopped,
+    TrainingError,
+    Warned,
+)
 from elastrata.workload.workload import Workload
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.speeds import SpeedSource, equal_speeds
@@ -94,6 +103,7 @@ def run_job(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int)
 
     Raises:
         ControllerLostError: Ray Train's controller died, or gave up as another process did.
+        UserError: the controller or a worker cannot be made, so another one could not, either.
         TrainingError: more groups of workers were lost than the recipe allows, or trying again
             cannot help, or the run was asked to stop.
     """
@@ -165,6 +175,10 @@ def run_job(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int)
         # The next controller needs the resources of the dead one.
         remove_leaked(job.run.uri())
         cause = getattr(error, "controller_failure", error)
+        if isinstance(cause, UserError):
+            raise cause from error
+        if reason := creation_error(cause):
+            raise UserError(f"Ray Train's controller cannot start: {reason}") from error
         if isinstance(cause, _DEATHS):
             raise ControllerLostError(_describe_death(cause)) from error
         raise TrainingError(_find_first_cause(error)) from error
@@ -202,7 +216,7 @@ def _order_arguments(parallel: ParallelConfig) -> dict[str, Any]:
 
 def _callbacks(job: Job, source: Source) -> list[Any]:
     spares = [_Spares()] if job.recipe.workers.spares else []
-    return [_Faults(job.channel), source, *spares]
+    return [_Faults(job.channel, job.run), source, *spares]
 
 
 def worker_modules(workload: Workload) -> tuple[str, ...]:
@@ -241,8 +255,9 @@ class _Spares(WorkerGroupCallback):
 class _Faults(UserCallback):
     """Callback that reports lost workers to the driver and ends the run if a retry cannot help."""
 
-    def __init__(self, channel: Any) -> None:
-        self._channel = channel
+    def __init__(self, channel: Any, run: Storage) -> None:
+        self._channel, self._run = channel, run
+        self._repetition = Repetition()
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         for error in worker_exceptions.values():
@@ -253,7 +268,18 @@ class _Faults(UserCallback):
         lost = dead or find_culprits(causes)  # the others' errors only result from theirs
         rank, error = min(lost.items(), key=itemgetter(0))
         text = f"rank {rank}: {_describe_death(error) if dead else _first_line(error)}"
+        if self._repetition.is_certain(error, self._newest_step()):
+            line = f"{text}; it ended the group of workers before in the same way"
+            send_event(self._channel, Refused(problems=(line,)))
+            raise TrainingError(line)
         send_event(self._channel, Lost(text=text, ranks=tuple(sorted(lost))))
+
+    def _newest_step(self) -> int:
+        """Return the newest step in the history; -1 if that cannot be read."""
+        with suppress(Exception):  # storage may be away
+            entries = history.read_entries(self._run.sub("history"))
+            return max((entry["step"] for entry in entries if entry["kind"] == "step"), default=0)
+        return -1
 
 
 def _unwrap(error: Exception) -> Exception:

@@ -133,11 +133,13 @@ class RunDriver:
             watchdog.receive(events)
             observer(events)
 
-        receiver = Receiver(self.channel, handle)
+        receiver = Receiver(self.channel, handle, self.interrupt.fail)
         try:
             try:
                 self.interrupt.run(
-                    lambda: self._run_controllers(handle, failures, number, replicas),
+                    lambda: self._run_controllers(
+                        handle, failures, number, replicas, lambda: observer.attempt
+                    ),
                     checkpoint.grace_seconds,
                     lambda name: request_stop(self.channel, name),
                 )
@@ -167,12 +169,17 @@ class RunDriver:
         failures: FailureCount,
         number: int,
         replicas: Replicas | None,
+        attempt: Callable[[], int],
     ) -> None:
-        """Run the job to its end; replace a controller that dies, which counts as a lost group."""
+        """Run the job to its end; replace a controller that dies, which counts as a lost group.
+
+        `attempt` returns the number of the newest group that has started.
+        """
         # Imported late, as `launch._import_ahead` loads it while Ray starts.
         from elastrata.cluster.worker_group import run_job
 
         for controller in count():
+            before = attempt()
             try:
                 run_job(
                     self._job(replicas),
@@ -184,6 +191,9 @@ class RunDriver:
                 # A signal may end the controller, too.
                 if self.interrupt.signal or failures.is_last:
                     raise
+                if controller and attempt() == before:
+                    # The observer takes losses without a new group for the same one.
+                    failures.lose_controller()
                 handle([Lost(text=f"restarting Ray Train's controller: {error}", ranks=())])
             else:
                 return

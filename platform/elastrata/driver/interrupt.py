@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from elastrata.step.events import TrainingError
+from elastrata_pipelines.errors import UserError
 
 _LOOK_SECONDS = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -31,6 +32,11 @@ class Interrupt:
         self.since = 0.0
         """Monotonic time of the request."""
         self._lost: str | None = None
+        self._failure: str | None = None
+
+    def fail(self, text: str) -> None:
+        """Record why the run can never start: its processes are not waited for."""
+        self._failure = text
 
     def lose(self, text: str) -> None:
         """Record that another process owns the run: this one must stop."""
@@ -58,6 +64,7 @@ class Interrupt:
         Raises:
             KeyboardInterrupt: a second signal came, or `grace_seconds` passed after the first.
             TrainingError: another process owns the run.
+            UserError: the run can never start.
             Exception: the error of `action`.
         """
         raised: list[BaseException] = []
@@ -85,6 +92,8 @@ class Interrupt:
             thread.join(_LOOK_SECONDS)
             if self._lost:
                 raise TrainingError(self._lost)
+            if self._failure:
+                raise UserError(self._failure)
             if self.signal:
                 if time.monotonic() - self.since > grace_seconds:
                     raise KeyboardInterrupt(self.signal)

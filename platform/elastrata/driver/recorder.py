@@ -96,6 +96,11 @@ class Observer:
         self._lock = Lock()
         self.refused: tuple[str, ...] = ()
 
+    @property
+    def attempt(self) -> int:
+        """The newest group of workers that has started, counted over the whole run."""
+        return self._attempt
+
     def __call__(self, events: Sequence[Event]) -> None:
         """Handle events in the order in which they happened."""
         with self._lock:

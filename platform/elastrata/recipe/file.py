@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,28 +19,38 @@ from elastrata.recipe.recipe import (
     inherit_phase_keys,
 )
 from elastrata.recipe.rules import cross_field_problems
-from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
+from elastrata.recipe.yaml_reader import (
+    Overrides,
+    RecipeText,
+    override_lines,
+    read_recipe_text,
+)
 from elastrata.recipe.yaml_values import dump_yaml
 from elastrata.workload.workload import Workload, workload_class
 from elastrata_pipelines.errors import UserError
 
 
-def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the validated recipe of a file.
+def load_recipe(recipe: str | Mapping[str, Any], overrides: Overrides = ()) -> Recipe:
+    """Return a recipe, validated.
 
     Args:
-        name_or_path: a YAML file, or a name such as `bert/tiny`.
-        overrides: `dotted.path=value`, with the value in YAML.
+        recipe: a YAML file, a name such as `bert/tiny`, or the keys and values of such a file,
+            which may have `extends`, too.
+        overrides: changes by dotted key, `{"optimizer.lr": 3e-4}`, or `dotted.key=value` with the
+            value in YAML, `["optimizer.lr=3e-4"]`.
+
+    Returns:
+        The recipe. Its `model_copy(update=...)` makes variants.
 
     Raises:
         UserError: one line for each mistake, `<file>: <dotted.path>: <value>: <expected value>`.
     """
-    text = read_recipe_text(name_or_path, overrides, model=Recipe)
+    text = read_recipe_text(recipe, override_lines(overrides), model=Recipe)
     text.values.setdefault("name", text.name)
     _add_given_workload(text)
     problems = find_boolean_problems(_model_with_workload(text), text) + unused_keys(text)
     try:
-        recipe = Recipe.model_validate(text.values)
+        valid = Recipe.model_validate(text.values)
     except ValidationError as error:
         problems = (
             recipe_problems(error, _model_with_workload(text), text)
@@ -49,11 +59,11 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         )
         # Members of a union can report the same line.
         raise UserError(*dict.fromkeys(problems)) from None
-    problems += [f"{text.origin(path)}: {line}" for path, line in cross_field_problems(recipe)]
+    problems += [f"{text.origin(path)}: {line}" for path, line in cross_field_problems(valid)]
     if problems:
         raise UserError(*problems)
-    recipe.__dict__["given"] = text.given
-    return recipe
+    valid.__dict__["given"] = text.given
+    return valid
 
 
 def _add_given_workload(text: RecipeText) -> None:

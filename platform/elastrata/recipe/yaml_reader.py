@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,17 +12,35 @@ from pathlib import Path
 from typing import Any
 
 from elastrata.recipe.value_types import Model, obsolete_keys, type_below
-from elastrata.recipe.yaml_values import MOST_DEPTH, parse_yaml, read_text
+from elastrata.recipe.yaml_values import MOST_DEPTH, dump_yaml, parse_yaml, read_text
 from elastrata.workload.installed import find_workloads
 from elastrata_pipelines.errors import UserError, suggest_nearest
 from elastrata_pipelines.url_secrets import hide_secrets, hide_unrecorded_parts
 
 COMMAND_LINE = "command line"
+_IN_PYTHON = "recipe"
+"""Name, in messages, of a recipe that is given in Python."""
 _EXTENDS = "extends"
 _GIVEN = "#| "
 """Start of the lines in which a submitted recipe holds the short one."""
 _MOST_BASES = 32
 _MOST_SHOWN = 200
+
+
+Overrides = Sequence[str] | Mapping[str, object]
+"""Changes of a recipe: `["optimizer.lr=3e-4"]`, or `{"optimizer.lr": 3e-4}`."""
+
+
+def override_lines(overrides: Overrides) -> Sequence[str]:
+    """Return overrides as a command line has them. JSON is YAML, too."""
+    if isinstance(overrides, Mapping):
+        # `default`: a Path is its text.
+        values = {
+            path: json.dumps(value, ensure_ascii=False, default=str)
+            for path, value in overrides.items()
+        }
+        return [f"{path}={value}" for path, value in values.items()]
+    return [overrides] if isinstance(overrides, str) else overrides
 
 
 @dataclass
@@ -30,8 +49,9 @@ class RecipeText:
 
     file: str
     """Recipe file as named by the user."""
-    name: str
-    """Default name of the run: the file's stem, or `bert-tiny` for `bert/tiny`."""
+    name: str | None
+    """Default name of the run: the file's stem, or `bert-tiny` for `bert/tiny`. None: there is no
+    default."""
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     """By dotted path, the file that set the value last, or `command line`."""
@@ -55,24 +75,30 @@ class RecipeText:
 
 
 def read_recipe_text(
-    name_or_path: str, overrides: Sequence[str] = (), *, model: Model
+    recipe: str | Mapping[str, Any], overrides: Sequence[str] = (), *, model: Model
 ) -> RecipeText:
     """Return a recipe merged with its bases and the overrides.
 
     Args:
-        name_or_path: a YAML file, or a name such as `bert/tiny`.
+        recipe: a YAML file, a name such as `bert/tiny`, or the keys and values of such a file.
         overrides: `dotted.path=value`, with the value in YAML.
         model: type of the file, which determines the sections that are alternatives of each other.
 
     Raises:
         UserError: a file is missing or not YAML, a base extends itself, or an override has no `=`.
     """
-    path = find_recipe(name_or_path)
-    is_file = _looks_like_file(name_or_path)
-    text = RecipeText(
-        file=name_or_path, name=path.stem if is_file else name_or_path.replace("/", "-")
-    )
-    for shown, values in _read_with_bases(path, name_or_path, ()):
+    if isinstance(recipe, str):
+        path = find_recipe(recipe)
+        is_file = _looks_like_file(recipe)
+        text = RecipeText(file=recipe, name=path.stem if is_file else recipe.replace("/", "-"))
+        own = read_text(path, recipe) if is_file else f"{_EXTENDS}: {recipe}\n"
+        parts = _read_with_bases(path, recipe, ())
+    else:
+        # Through JSON: a Path becomes its text, and a tuple a list.
+        values = json.loads(json.dumps(recipe, default=str))
+        text, own = RecipeText(file=_IN_PYTHON, name=None), dump_yaml(values)
+        parts = _add_bases(values, _IN_PYTHON, Path(), ())
+    for shown, values in parts:
         text.files.append(shown)
         _merge(text, text.values, values, (), model, shown)
     problems = [
@@ -80,7 +106,6 @@ def read_recipe_text(
     ]
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    own = read_text(path, name_or_path) if is_file else f"{_EXTENDS}: {name_or_path}\n"
     text.given = append_overrides(_extract_given(own), overrides)
     return text
 
@@ -152,13 +177,20 @@ def _read_with_bases(
     path: Path, shown: str, above: tuple[Path, ...]
 ) -> list[tuple[str, dict[str, Any]]]:
     """Return the files of a recipe with their names for display, the farthest base first."""
-    values = _read_file(path, shown)
     real = path.resolve()
+    values = _read_file(path, shown)
     if real in above:
         chain = " -> ".join(file.name for file in (*above, real))
         raise UserError(f"{shown}: extends: the recipe extends itself ({chain})")
     if len(above) > _MOST_BASES:
         raise UserError(f"{shown}: extends: more than {_MOST_BASES} recipes extend one another")
+    return _add_bases(values, shown, path.parent, (*above, real))
+
+
+def _add_bases(
+    values: dict[str, Any], shown: str, folder: Path, above: tuple[Path, ...]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return the files that the values of a recipe extend, and these values."""
     base = values.pop(_EXTENDS, None)
     if base is None:
         return [(shown, values)]
@@ -167,10 +199,10 @@ def _read_with_bases(
             f"{shown}: extends: {_shorten(repr(base))}: expected one recipe's file or name"
         )
     try:
-        base_path = find_recipe(base, path.parent)
+        base_path = find_recipe(base, folder)
     except UserError as error:
         raise UserError(*(f"{shown}: extends: {problem}" for problem in error.problems)) from None
-    bases = _read_with_bases(base_path, _display_name(base_path), (*above, real))
+    bases = _read_with_bases(base_path, _display_name(base_path), above)
     # A run's name is not inherited: two recipes with the same name would continue the same run.
     return [
         (file, {k: v for k, v in inherited.items() if k != "name"}) for file, inherited in bases

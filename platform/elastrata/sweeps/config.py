@@ -14,7 +14,7 @@ from elastrata.config import Config
 from elastrata.recipe.problems import find_boolean_problems, format_value, recipe_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.value_types import iter_key_paths
-from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
+from elastrata.recipe.yaml_reader import Overrides, RecipeText, override_lines, read_recipe_text
 from elastrata.recipe.yaml_values import parse_yaml
 from elastrata.step.evaluate import evaluation_metrics
 from elastrata.sweeps.scheduler import NoneConfig, PbtConfig, SchedulerConfig
@@ -73,18 +73,21 @@ def sweep_schema() -> dict[str, Any]:
     return {**schema, "title": "Elastrata sweep"}
 
 
-def load_sweep(path: str, overrides: Sequence[str] = ()) -> SweepConfig:
+def load_sweep(path: str, overrides: Overrides = ()) -> SweepConfig:
     """Read and check a sweep.
 
     Args:
         path: a YAML file. A relative recipe path in it is relative to this file's folder.
-        overrides: `key=value`, with the value in YAML. A key that the sweep does not have is a
-            dotted key of the recipe and changes it for all trials.
+        overrides: changes by key, or `key=value` with the value in YAML. A key that the sweep does
+            not have is a dotted key of the recipe and changes it for all trials.
+
+    Returns:
+        The sweep, for `sweep`.
 
     Raises:
         UserError: one line per mistake in the sweep, its recipe and its space.
     """
-    text = _read_text(path, overrides)
+    text = _read_text(path, override_lines(overrides))
     # pydantic would take true and false as 1 and 0 for a number.
     misread = find_boolean_problems(SweepConfig, text)
     try:
