@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-from elastrata.device.capabilities import peak_flops_of
+from elastrata.device.capabilities import CudaFault, find_cuda_fault, peak_flops_of
 from elastrata.parallel.mesh import backends
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.build_model import probe_capabilities
+from elastrata.trainer.preflight import cuda_problems
 from support.synthetic import tiny_recipe
 
 CUDA = torch.device("cuda", 0)
@@ -50,6 +51,32 @@ def test_groups_with_gpus_reduce_tensors_in_main_memory_too() -> None:
     config = BackendConfig(Backend(backends("cuda"))).get_device_backend_map()
     assert (config["cuda"], config["cpu"]) == ("nccl", "gloo")
     assert BackendConfig(Backend(backends("cpu"))).get_device_backend_map()["cpu"] == "gloo"
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a PyTorch with CUDA")
+def test_a_torch_without_cuda_or_without_a_driver_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = find_cuda_fault()
+    assert fault is not None
+    assert fault.found == f"torch {torch.__version__} is built without CUDA"
+    assert fault.advice.endswith(f"torch=={torch.__version__.partition('+')[0]}")
+    # A build with CUDA, as far as its own words go: CUDA does not start all the same.
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    fault = find_cuda_fault()
+    assert fault is not None
+    assert "cannot use the driver: " in fault.found
+    assert "CUDA 13.0" in fault.advice
+
+
+def test_nodes_with_the_same_fault_are_one_line() -> None:
+    without, old = CudaFault("no CUDA", "install it"), CudaFault("an old driver", "a newer one")
+    assert cuda_problems(1.0, {}) == []
+    assert cuda_problems(1.0, {"10.0.0.1": without, "10.0.0.2": old, "10.0.0.3": without}) == [
+        "workers.gpus: 1: node 10.0.0.1 and 1 more: no CUDA; install it, or train on CPUs with "
+        "workers.gpus=0",
+        "workers.gpus: 1: node 10.0.0.2: an old driver; a newer one, or train on CPUs with "
+        "workers.gpus=0",
+    ]
 
 
 def test_kernels_are_tried_only_where_the_recipe_wants_them(

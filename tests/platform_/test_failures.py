@@ -48,12 +48,22 @@ def test_errors_of_nccl_are_victims_those_of_a_model_are_not() -> None:
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
         torch.OutOfMemoryError("CUDA out of memory"),
         ValueError("gloo"),
+        _error_of_a_missing_backend(),
     ]
     assert all(map(is_victim, victims))
     assert not any(map(is_victim, own))
     assert find_culprits(dict(enumerate(victims))) == dict(enumerate(victims)), (
         "none is left to name"
     )
+
+
+def _error_of_a_missing_backend() -> Exception:
+    """Every build of PyTorch lacks one of them."""
+    missing = "xccl" if dist.is_nccl_available() else "nccl"
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="built in") as caught:
+        dist.init_process_group(missing, store=store, rank=0, world_size=1)
+    return caught.value
 
 
 def test_losses_are_counted_once_an_attempt_until_none_is_left() -> None:

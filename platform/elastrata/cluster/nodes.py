@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +11,10 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import NODE_ID_LABEL_KEY
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastrata.cluster.ray_internals import draining_nodes, is_infeasible
+from elastrata.device.capabilities import CudaFault, find_cuda_fault
 
 # Long enough for one lost packet, which is sent again after a second.
 _SECONDS_TO_CONNECT = 3.0
@@ -20,6 +23,7 @@ _MOST_AT_ONCE = 64
 NODE_GROUP = "ray.io/node-group"
 """The label that Ray's cluster launcher and KubeRay give to every node that they start."""
 _SECONDS_TO_ANSWER = 5.0
+_SECONDS_TO_IMPORT_TORCH = 60.0
 ACCELERATOR = "accelerator_type:"
 """Prefix of the resource that a node with GPUs has, before their type."""
 
@@ -94,3 +98,31 @@ def autoscaler_refuses() -> bool:
         return is_infeasible(_SECONDS_TO_ANSWER)
     except ray.exceptions.RpcError:
         return False
+
+
+def cuda_faults() -> dict[str, CudaFault]:
+    """Return why PyTorch cannot train on GPUs, by the address of each node with GPUs where it
+    cannot. Nodes that do not answer in time are left out."""
+    nodes = [node for node in list_nodes() if node["Alive"] and node["Resources"].get("GPU")]
+    calls = {
+        _find_cuda_fault.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(): node["NodeManagerAddress"]
+        for node in nodes
+    }
+    if not calls:
+        return {}
+    done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_SECONDS_TO_IMPORT_TORCH)
+    faults: dict[str, CudaFault | None] = {}
+    for call in done:
+        with contextlib.suppress(ray.exceptions.RayError):
+            faults[calls[call]] = ray.get(call)
+    return {address: fault for address, fault in sorted(faults.items()) if fault}
+
+
+# Claims no CPU or GPU, as another run may have claimed all.
+@ray.remote(num_cpus=0, max_calls=1)
+def _find_cuda_fault() -> CudaFault | None:
+    # Ray hides the GPUs from tasks that claim none. `max_calls`: no other task gets this process.
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    return find_cuda_fault()

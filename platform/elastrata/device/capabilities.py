@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from elastrata.device.kernels import has_kernels
 from elastrata_pipelines.errors import pluralize
@@ -126,6 +127,37 @@ def current_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class CudaFault:
+    """Why PyTorch cannot train on the GPUs of its machine."""
+
+    found: str
+    advice: str
+    """The remedy."""
+
+
+def find_cuda_fault() -> CudaFault | None:
+    """Return why PyTorch cannot train on GPUs in this process; None if it can."""
+    release = torch.__version__.partition("+")[0]
+    install = f"pip install --force-reinstall torch=={release}"
+    found = f"torch {torch.__version__}"
+    # PyTorch for AMD's GPUs has no version of CUDA.
+    if torch.version.cuda is None and torch.version.hip is None:
+        return CudaFault(f"{found} is built without CUDA", f"install a build with it: {install}")
+    if not dist.is_nccl_available():
+        return CudaFault(f"{found} is built without NCCL", f"install a build with it: {install}")
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).strip().split(". ")[0].splitlines()[0]
+        return CudaFault(
+            f"{found} cannot use the driver: {reason}",
+            f"install a driver for CUDA {torch.version.cuda} or newer, or a build of torch for the "
+            "driver that is there",
+        )
+    return None
 
 
 def device_name(device: torch.device) -> str:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from elastrata.driver.ray_session import NICENESS, ray_session
 from elastrata.recipe.yaml_reader import available_recipes
@@ -20,6 +20,9 @@ from elastrata.run.facts import versions
 from elastrata.shipped import cluster_files, constraint_versions
 from elastrata_pipelines.errors import UserError, pluralize
 from elastrata_pipelines.storage import Storage
+
+if TYPE_CHECKING:
+    from elastrata.device.capabilities import CudaFault
 
 _GIB = 2**30
 # Ray gives 30% of the available memory to its object store and refuses to start if that is less
@@ -172,7 +175,8 @@ def _gpus() -> Iterator[Finding]:
     from elastrata.device.capabilities import peak_flops
 
     if not torch.cuda.is_available():
-        yield Finding(name="gpus", status="ok", found="none; training runs on the CPU")
+        found = "none that PyTorch can use; training runs on the CPU"
+        yield Finding(name="gpus", status="ok", found=found)
     for number in range(torch.cuda.device_count()):
         peak = peak_flops(torch.device("cuda", number))
         yield Finding(
@@ -197,14 +201,22 @@ def _try(name: str, advice: str, action: Callable[[], str]) -> Finding:
 
 
 def _ray(address: str | None) -> Iterator[Finding]:
-    """Check that Ray runs tasks, and at which priority."""
+    """Check that Ray runs tasks, at which priority, and that PyTorch can use Ray's GPUs."""
     niceness: list[int] = []
+    faults: dict[str, CudaFault] = {}
     if address is None:
         advice = "free memory and disk under /tmp, then look at Ray's logs"
-        yield _try("ray start", advice, lambda: _run_tasks("local", niceness))
+        yield _try("ray start", advice, lambda: _run_tasks("local", niceness, faults))
     else:
         advice = "check the address, and that the versions of Ray and Python match"
-        yield _try("ray cluster", advice, lambda: _run_tasks(address, niceness))
+        yield _try("ray cluster", advice, lambda: _run_tasks(address, niceness, faults))
+    for node, fault in faults.items():
+        yield Finding(
+            name="ray's gpus",
+            status="problem",
+            found=f"node {node}: {fault.found}",
+            advice=fault.advice,
+        )
     if niceness:
         is_fair = max(niceness) <= 0
         where = "of every `ray start` there" if address else "here"
@@ -219,11 +231,14 @@ def _ray(address: str | None) -> Iterator[Finding]:
         )
 
 
-def _run_tasks(address: str, niceness: list[int]) -> str:
-    """Run a task on every node; append each one's nice value to `niceness`."""
+def _run_tasks(address: str, niceness: list[int], faults: dict[str, CudaFault]) -> str:
+    """Run a task on every node; append each one's nice value to `niceness`, and add the reason why
+    PyTorch cannot use its GPUs to `faults`."""
     with ray_session(address):
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from elastrata.cluster.nodes import cuda_faults
 
         task = ray.remote(lambda: os.nice(0))
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
@@ -231,6 +246,7 @@ def _run_tasks(address: str, niceness: list[int]) -> str:
         # Without CPUs, so that a busy cluster runs the tasks, too.
         refs = [task.options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
         niceness.extend(ray.get(refs, timeout=_SECONDS_FOR_A_TASK))
+        faults.update(cuda_faults())
     if address == "local":
         return "a local cluster starts, runs a task and stops"
     return f"{address} answers and runs a task on each of {pluralize(len(nodes), 'node')}"

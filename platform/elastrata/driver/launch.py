@@ -13,7 +13,7 @@ import ray
 from elastrata.checkpoints.commit import Commit, list_commits
 from elastrata.cluster.channel import open_channel
 from elastrata.cluster.node_speeds import find_name_problems
-from elastrata.cluster.nodes import has_autoscaler
+from elastrata.cluster.nodes import cuda_faults, has_autoscaler
 from elastrata.driver.driver import RunDriver, is_finished, request_stop
 from elastrata.driver.interrupt import Interrupt
 from elastrata.driver.model_inspection import num_parameters
@@ -52,6 +52,7 @@ from elastrata.trainer.preflight import (
     TrainingData,
     check_storage,
     cluster_problems,
+    cuda_problems,
     find_training_data,
     mask_problems,
 )
@@ -134,6 +135,8 @@ def train(
             stopwatch.end_phase("ray")
             resources = _cluster_resources()
             gpus = gpus_per_worker(recipe, resources)
+            if gpus and (problems := cuda_problems(gpus, cuda_faults())):
+                raise UserError(*problems)
             problems = cluster_problems(recipe, gpus, resources)
             problems += find_name_problems(recipe, gpus)
             if problems:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
+from elastrata.device.capabilities import CudaFault
 from elastrata.recipe.data_sets import resolve_steps
 from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.run.folder import DataSet, ForkOrigin, Mixtures, record_of
@@ -214,4 +215,22 @@ def cluster_problems(
         f"{resources.get(kind, 0):g}"
         for kind, amount in wanted.items()
         if amount > resources.get(kind, 0)
+    ]
+
+
+def cuda_problems(gpus_per_worker: float, faults: Mapping[str, CudaFault]) -> list[str]:
+    """Return one line for each reason why PyTorch cannot use GPUs that Ray offers.
+
+    Args:
+        gpus_per_worker: GPUs that each worker claims.
+        faults: the reason of each node with GPUs where PyTorch cannot, by its address.
+    """
+    nodes: dict[CudaFault, list[str]] = {}
+    for address, fault in faults.items():
+        nodes.setdefault(fault, []).append(address)
+    return [
+        f"workers.gpus: {gpus_per_worker:g}: node {addresses[0]}"
+        + (f" and {len(addresses) - 1} more" if len(addresses) > 1 else "")
+        + f": {fault.found}; {fault.advice}, or train on CPUs with workers.gpus=0"
+        for fault, addresses in nodes.items()
     ]
