@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 from elastrata.cluster.hang_detection import (
@@ -20,6 +21,8 @@ from elastrata.cluster.hang_detection import (
 from elastrata.cluster.prestarted import SpareRequests, count_affordable
 from elastrata.cluster.processes import children, environment, state, title
 from elastrata.step.events import Event, Halted, Lost, Started, Warned
+from support.hung_ranks import WAITED_FOR, wait_for_a_peer
+from support.ranks import run_ranks
 
 JOB = "0a000000"
 PIDS = {0: ("node a", 100), 1: ("node b", 200)}
@@ -85,6 +88,12 @@ def test_a_group_that_sends_nothing_is_killed_once() -> None:
     text = "no progress by the workers for 11 s: killed; stopped: rank 1"
     assert report == Report(Lost(text=text, ranks=(1,)))
     assert group.silent(30) == []
+    traces = {1: "/tmp/trace-1", 0: "/tmp/trace-0"}
+    (report,) = group.liveness.handle(Killed(kill, {0: "S", 1: "S"}, traces), group.now)
+    assert isinstance(report, Report)
+    assert report.lost.text.endswith(
+        ": killed; last collectives: /tmp/trace-0 on the node of rank 0 and 1 more"
+    )
 
 
 def test_any_event_is_a_sign_and_a_halted_or_lost_group_owes_none() -> None:
@@ -120,6 +129,15 @@ def test_nothing_is_missed_while_nobody_could_hear_it() -> None:
     for _ in range(60):
         group.now += 1
         assert group.liveness.handle(TimeoutCheck(), group.now) == []
+
+
+def test_a_rank_that_waits_writes_which_collective_it_waits_for(tmp_path: Path) -> None:
+    waiting, timeouts = run_ranks(2, wait_for_a_peer, f"{tmp_path}/rank-")[0]
+    assert waiting["profiling_name"] == "gloo:all_reduce"
+    assert waiting["input_sizes"] == [[WAITED_FOR]]
+    # Of the whole group and of one along an axis; the latter has PyTorch's default otherwise.
+    assert timeouts == [timedelta(seconds=2 * 3000)] * 2
+    assert [file.name for file in tmp_path.iterdir()] == ["rank-0"]
 
 
 def test_what_is_known_of_a_process() -> None:

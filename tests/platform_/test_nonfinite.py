@@ -7,7 +7,7 @@ import math
 import pytest
 
 from elastrata.step.events import TrainingError
-from support.poison import train_poisoned
+from support.poison import train_aborted, train_poisoned
 from support.ranks import run_ranks
 from support.synthetic import tiny_recipe, write_data_set
 
@@ -40,3 +40,8 @@ def test_the_default_stops_with_a_clear_report(recipe) -> None:
     first = next(record.step for record in records if record.skipped)
     with pytest.raises(TrainingError, match=rf"step {first}: loss nan .*on_nonfinite=skip"):
         run_ranks(1, train_poisoned, recipe)
+
+
+def test_what_an_aborted_collective_leaves_is_a_peers_failure_not_a_loss(recipe) -> None:
+    """A TrainingError would end the run for good."""
+    assert run_ranks(1, train_aborted, recipe) == ["AbortedError"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +15,16 @@ from ray.train.torch import TorchConfig
 from ray.train.v2._internal.callbacks import accelerators
 
 from elastrata.cluster import prestarted, staying_workers
+from elastrata.cluster.hang_trace import HangTrace
 from elastrata.cluster.ray_train_internals import PRIVATE_MEMBERS, WorkerGroup, missing_members
 from elastrata.cluster.staying_workers import (
     STAYING_VARIABLES,
-    ReleasedError,
     join_group,
     leave_group,
 )
 from elastrata.cluster.worker import WorkerSender
-from elastrata.cluster.worker_group import worker_modules
+from elastrata.cluster.worker_group import worker_modules, worker_variables
+from elastrata.device.device_transfer import AbortedError
 from elastrata.step.events import Evaluated, Warned
 from elastrata_workloads.bert import Bert
 from elastrata_workloads.gpt import Gpt
@@ -107,19 +109,32 @@ def aborted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_no_result_of_an_aborted_collective_leaves_the_worker(
-    aborted: None, monkeypatch: pytest.MonkeyPatch
+    aborted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sent: list[Any] = []
     monkeypatch.setattr("elastrata.cluster.channel.Sender.send", lambda _, e: sent.append(e))
-    sender, line = WorkerSender(None, rank=0), Warned(text="the state is still being saved")
+    trace = HangTrace(f"{tmp_path}/rank-", 0, 600.0)
+    sender = WorkerSender(None, rank=0, trace=trace)
+    line = Warned(text="the state is still being saved")
     results = [record(1), Evaluated(step=1, loss=0.1, metrics={}, seconds=1.0)]
     for result in results:
-        with pytest.raises(ReleasedError):
+        with pytest.raises(AbortedError):
             sender.send(result)
     sender.send(line)
     join_group()
     sender.send(results[0])
     assert sent == [line, results[0]]
+    trace.close()
+
+
+@pytest.mark.parametrize(("stay", "mode"), [(True, "0"), (False, "3")])
+def test_the_error_mode_of_nccl_is_set_and_its_collectives_are_recorded(
+    stay: bool, mode: str
+) -> None:
+    variables = worker_variables(stay=stay)
+    assert variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == mode
+    assert int(variables["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
+    assert variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
 def test_the_members_of_ray_train_are_few_and_one_that_is_missing_is_named() -> None:

@@ -7,7 +7,7 @@ Events go in, instructions come out. This module does not import Ray and reads n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastrata.step.events import Event, Halted, Lost, Started
 
@@ -75,6 +75,8 @@ class Killed:
     kill: Kill
     states: Mapping[int, str]
     """State of each rank's process when it was killed, one letter as in /proc; or `NO_ANSWER`."""
+    traces: Mapping[int, str] = field(default_factory=dict)
+    """File with the last collectives of each rank that has written one, on its node."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,10 @@ class HangDetector:
                 kill = Kill(self._pids, self._timeout.silent)
                 self._pids = {}
                 return [kill]
-            case Killed(kill, states):
+            case Killed(kill, states, traces):
                 if not self._pids:  # try again those whose node did not answer
                     self._pids = {r: p for r, p in kill.pids.items() if states[r] == NO_ANSWER}
-                return [Report(_to_lost(states, kill.silent))]
+                return [Report(_to_lost(states, traces, kill.silent))]
         return []
 
     def _take(self, events: tuple[Event, ...], now: float) -> None:
@@ -135,7 +137,11 @@ class HangDetector:
                 self._pids = {}
 
 
-def _to_lost(states: Mapping[int, str], silent: float) -> Lost:
+def _to_lost(states: Mapping[int, str], traces: Mapping[int, str], silent: float) -> Lost:
     stopped = tuple(sorted(rank for rank, state in states.items() if state == _STOPPED))
     why = f"; stopped: rank {', '.join(map(str, stopped))}" if stopped else ""
+    if traces:
+        rank, file = min(traces.items())
+        more = f" and {len(traces) - 1} more" if len(traces) > 1 else ""
+        why += f"; last collectives: {file} on the node of rank {rank}{more}"
     return Lost(text=f"no progress by the workers for {silent:.0f} s: killed{why}", ranks=stopped)

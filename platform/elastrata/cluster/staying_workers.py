@@ -48,6 +48,7 @@ from elastrata.cluster.ray_train_internals import (
     get_env_vars_to_propagate,
     training_has_ended,
 )
+from elastrata.device.device_transfer import collectives_aborted
 from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ STAYING_WORKER_VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
 """Environment of workers that stay."""
+WORKER_VARIABLES = {
+    # Under Ray's choice, 1, NCCL's watchdog aborts a failed collective before it ends the process,
+    # and until then the training thread reads garbage. 3 ends the process without an abort.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+}
+"""Environment of workers that do not stay."""
 _SECONDS_TO_LEAVE = 10.0
 """Time for a worker's training thread to end once its group is broken."""
 _SECONDS_TO_START = 15.0
@@ -229,7 +236,7 @@ class WorkerPlaces(PlacementGroupHandle):
 
 # -------------------------------------------------------------------- leaving a group, in a worker
 
-_is_let_go, _is_aborted = Event(), Event()
+_is_let_go = Event()
 
 
 class ReleasedError(Exception):
@@ -239,25 +246,12 @@ class ReleasedError(Exception):
 def join_group() -> None:
     """In a worker: reset the flags, as it now serves in a new group."""
     _is_let_go.clear()
-    _is_aborted.clear()
+    collectives_aborted.clear()
 
 
 def wait_for_release(seconds: float) -> bool:
     """In a worker with no work left: return True if it has to leave within that time."""
     return _is_let_go.wait(seconds)
-
-
-def raise_if_aborted() -> None:
-    """Stop the training thread before it records or sends a result of an aborted collective.
-
-    Raises:
-        ReleasedError: the collectives of this worker's group were aborted.
-    """
-    # NCCL stops the kernels of an aborted collective at any point, and the stream continues: the
-    # tensor then holds any mix of input, partial sums and old memory, and no call has failed. The
-    # flag is set before the abort, so every value that is read after the abort is rejected.
-    if _is_aborted.is_set():
-        raise ReleasedError
 
 
 def leave_group(seconds: float) -> bool:
@@ -273,7 +267,7 @@ def leave_group(seconds: float) -> bool:
     if torch.cuda.is_available() and dist.is_initialized():
         # A collective of NCCL never ends by itself when a rank is lost. Gloo's fails as soon as
         # the last object of a process group is freed in the rank that it waits for.
-        _is_aborted.set()
+        collectives_aborted.set()
         _abort_process_group()
     if not training_has_ended(seconds):
         return False

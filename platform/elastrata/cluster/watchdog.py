@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from threading import Event as Flag
 from threading import Lock, Thread
 
@@ -38,9 +39,11 @@ class Watchdog:
     Args:
         seconds: longest allowed time between two events.
         report: called with the loss, after the workers' processes were killed.
+        traces: path of the workers' traces on their nodes, without the rank.
     """
 
-    def __init__(self, seconds: float, report: Callable[[Lost], None]) -> None:
+    def __init__(self, seconds: float, report: Callable[[Lost], None], traces: str) -> None:
+        self._traces = traces
         self._liveness = HangDetector(seconds)
         self._report = report
         self._lock = Lock()
@@ -68,44 +71,48 @@ class Watchdog:
         for instruction in instructions:
             match instruction:
                 case Kill():
-                    self._feed(Killed(instruction, kill_processes(instruction.pids)))
+                    self._feed(kill_group(instruction, self._traces))
                 case Report():
                     self._report(instruction.lost)
 
 
-def kill_processes(pids: Mapping[int, tuple[str, int]]) -> dict[int, str]:
+def kill_group(kill: Kill, traces: str) -> Killed:
     """Kill processes on their nodes, stopped ones too.
 
     Args:
-        pids: node id and process id by rank.
+        kill: the processes.
+        traces: path of the workers' traces on their nodes, without the rank.
 
     Returns:
         The state of each rank's process before, one letter as in /proc (T: stopped, X: gone); `?`
-        if its node does not answer.
+        if its node does not answer. The files that the ranks have written.
     """
     by_node: dict[str, dict[int, int]] = {}
-    for rank, (node, pid) in pids.items():
+    for rank, (node, pid) in kill.pids.items():
         by_node.setdefault(node, {})[rank] = pid
     # A node that is gone does not answer in time; its ranks keep this state.
-    states = dict.fromkeys(pids, NO_ANSWER)
+    states, files = dict.fromkeys(kill.pids, NO_ANSWER), dict[int, str]()
     calls = [
         _kill_here.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote(ranks)
+        ).remote(ranks, traces)
         for node, ranks in by_node.items()
     ]
     done, _ = ray.wait(calls, num_returns=len(calls), timeout=_LONGEST_WAIT_FOR_A_KILL)
     for reference in done:
         with suppress(ray.exceptions.RayError):
-            states |= ray.get(reference)
-    return states
+            states_there, files_there = ray.get(reference)
+            states |= states_there
+            files |= files_there
+    return Killed(kill, states, files)
 
 
 # Claims no CPU, as the workers may have claimed all.
 @ray.remote(num_cpus=0, max_retries=0)
-def _kill_here(pids: Mapping[int, int]) -> dict[int, str]:
+def _kill_here(pids: Mapping[int, int], traces: str) -> tuple[dict[int, str], dict[int, str]]:
     states = {rank: state(PROCESSES / str(pid)) for rank, pid in pids.items()}
     for pid in pids.values():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return states
+    files = {rank: f"{traces}{rank}" for rank in pids if Path(f"{traces}{rank}").exists()}
+    return states, files

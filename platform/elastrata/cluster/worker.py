@@ -21,6 +21,7 @@ from typing_extensions import override
 from elastrata.checkpoints.commit import MARKER, Commit, CommitStorage
 from elastrata.cluster.channel import Sender, send_event
 from elastrata.cluster.failure_attribution import is_victim
+from elastrata.cluster.hang_trace import HangTrace, set_group_timeouts, trace_prefix
 from elastrata.cluster.job import Job
 from elastrata.cluster.node_speeds import kinds_by_node
 from elastrata.cluster.prestarted import SPARE_BYTES, SparePool, count_affordable
@@ -30,10 +31,10 @@ from elastrata.cluster.staying_workers import (
     ReleasedError,
     free_frames,
     join_group,
-    raise_if_aborted,
     wait_for_release,
 )
 from elastrata.device.capabilities import current_device, device_name, spare_bytes
+from elastrata.device.device_transfer import AbortedError, raise_if_aborted
 from elastrata.parallel.mesh import DataRank, data_rank
 from elastrata.parallel.parallelize import ParallelConfig
 from elastrata.recipe.recipe import Recipe
@@ -83,11 +84,13 @@ def train_worker(config: dict[str, Any]) -> None:
     """Ray Train's entry point: `config["job"]` is the `Job`."""
     join_group()
     job: Job = config["job"]
-    sender = WorkerSender(job.channel, rank=ray.train.get_context().get_world_rank())
+    rank = ray.train.get_context().get_world_rank()
+    trace = HangTrace(trace_prefix(job.run.uri()), rank, job.recipe.workers.hang_seconds)
+    sender = WorkerSender(job.channel, rank=rank, trace=trace)
     try:
         with ExitStack() as closing:
             _train(job, sender, closing)
-    except ReleasedError:
+    except (ReleasedError, AbortedError):
         return
     except UserError as error:
         sender.send(Refused(problems=error.problems))
@@ -110,20 +113,32 @@ def train_worker(config: dict[str, Any]) -> None:
         raise
     finally:
         sender.close()
+        trace.close()
 
 
 class WorkerSender(Sender):
-    """Sender that drops results of aborted collectives."""
+    """Sender that drops results of aborted collectives, and notes progress.
+
+    Args:
+        channel: handle of the channel.
+        rank: rank of the worker.
+        trace: notes that this rank makes progress.
+    """
+
+    def __init__(self, channel: Any, *, rank: int, trace: HangTrace) -> None:
+        super().__init__(channel, rank=rank)
+        self.trace = trace
 
     @override
     def send(self, event: Event) -> None:
+        self.trace.note_progress()
         if isinstance(event, StepRecord | Evaluated):
             # Results are sent before they are recorded, so no invalid result reaches the history.
             raise_if_aborted()
         super().send(event)
 
 
-def _train(job: Job, sender: Sender, closing: ExitStack) -> None:
+def _train(job: Job, sender: WorkerSender, closing: ExitStack) -> None:
     """Train from the newest state to the last step, or to the target.
 
     Args:
@@ -139,6 +154,7 @@ def _train(job: Job, sender: Sender, closing: ExitStack) -> None:
     torch.set_num_threads(recipe.workers.threads or _count_threads(group.per_node))
     kinds = kinds_by_node(recipe)(group.nodes)
     trainer, stream = _build(job, group, kinds, stopwatch, closing)
+    set_group_timeouts(recipe.workers.hang_seconds)
     resumed = get_resume_point()
     commit = _read_commit(job, resumed)
     # Only rank 0 reads and writes the run's history.
@@ -198,6 +214,8 @@ def _train(job: Job, sender: Sender, closing: ExitStack) -> None:
                 on_times=pacing,
             )
             for step in steps:
+                # Only rank 0 sends events of its steps.
+                sender.trace.note_progress()
                 for line in idle_rank_lines(step.record.speeds, step.record.batch_samples):
                     sender.send(Warned(text=line))
                 if step.action >= Action.HALT and not step.is_last:

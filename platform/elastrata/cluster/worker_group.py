@@ -18,6 +18,7 @@ from ray.train import UserCallback
 from elastrata.cluster import prestarted
 from elastrata.cluster.channel import send_event
 from elastrata.cluster.failure_attribution import Repetition, creation_error, find_culprits
+from elastrata.cluster.hang_trace import TRACE_VARIABLES, group_timeout
 from elastrata.cluster.job import Job
 from elastrata.cluster.leaked_placement_groups import remove_leaked
 from elastrata.cluster.node_speeds import (
@@ -41,6 +42,7 @@ from elastrata.cluster.source import Source
 from elastrata.cluster.staying_workers import (
     STAYING_VARIABLES,
     STAYING_WORKER_VARIABLES,
+    WORKER_VARIABLES,
     TrainControllerWithHandover,
 )
 from elastrata.cluster.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
@@ -145,7 +147,8 @@ def run_job(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int)
         },
         train_loop_config={"job": job},
         torch_config=ray.train.torch.TorchConfig(
-            backend=backends("cuda" if gpus_per_worker else "cpu")
+            backend=backends("cuda" if gpus_per_worker else "cpu"),
+            timeout_s=round(group_timeout(workers.hang_seconds)),
         ),
         scaling_config=scaling,
         run_config=RunConfig(
@@ -155,7 +158,7 @@ def run_job(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int)
             **_storage_arguments(job.run.sub("ray")),
             failure_config=FailureConfig(max_failures=max_failures),
             worker_runtime_env=prestarted.runtime_env(
-                worker_modules(job.recipe.workload), STAYING_WORKER_VARIABLES if stay else {}
+                worker_modules(job.recipe.workload), worker_variables(stay=stay)
             ),
             callbacks=_callbacks(job, source),
         ),
@@ -217,6 +220,11 @@ def _order_arguments(parallel: ParallelConfig) -> dict[str, Any]:
 def _callbacks(job: Job, source: Source) -> list[Any]:
     spares = [_Spares()] if job.recipe.workers.spares else []
     return [_Faults(job.channel, job.run), source, *spares]
+
+
+def worker_variables(*, stay: bool) -> dict[str, str]:
+    """Return the environment of workers that serve in several groups, or in one only."""
+    return {**TRACE_VARIABLES, **(STAYING_WORKER_VARIABLES if stay else WORKER_VARIABLES)}
 
 
 def worker_modules(workload: Workload) -> tuple[str, ...]:

@@ -149,7 +149,7 @@ def find_cuda_fault() -> CudaFault | None:
     if not dist.is_nccl_available():
         return CudaFault(f"{found} is built without NCCL", f"install a build with it: {install}")
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except (AssertionError, RuntimeError) as error:
         reason = str(error).strip().split(". ")[0].splitlines()[0]
         return CudaFault(

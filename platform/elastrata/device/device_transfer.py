@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Event
 
 import torch
 from torch import Tensor
+
+collectives_aborted = Event()
+"""Set before the collectives of this process's group are aborted; cleared by the next group."""
+
+
+class AbortedError(Exception):
+    """A peer has failed, and the collectives of this process's group were aborted."""
+
+
+def raise_if_aborted() -> None:
+    """Reject results that an aborted collective may have written.
+
+    Raises:
+        AbortedError: the collectives of this process's group were aborted.
+    """
+    # NCCL stops the kernels of an aborted collective at any point, and the stream continues: the
+    # tensor then holds any mix of input, partial sums and old memory, and no call has failed. The
+    # flag is set before the abort, so every value that is read after the abort is rejected.
+    if collectives_aborted.is_set():
+        raise AbortedError
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -32,7 +53,11 @@ class Readback:
         self._event.record()
 
     def wait(self) -> list[float]:
-        """Wait for the copy and return the numbers."""
+        """Wait for the copy and return the numbers.
+
+        Raises:
+            AbortedError: the collectives of this process's group were aborted.
+        """
         if self._event is not None:
             self._event.synchronize()
         return self.read()
@@ -41,7 +66,11 @@ class Readback:
         """Return the numbers without a wait.
 
         The caller must have waited for later work on the device.
+
+        Raises:
+            AbortedError: the collectives of this process's group were aborted.
         """
+        raise_if_aborted()
         values: list[float] = self._numbers.tolist()
         return values
 

@@ -13,6 +13,7 @@ from elastrata.checkpoints.commit import Commit, find_newest_verified, list_comm
 from elastrata.checkpoints.replicas.replicas import Replicas, close_replicas, open_replicas
 from elastrata.cluster.channel import Receiver
 from elastrata.cluster.failure_attribution import FailureCount
+from elastrata.cluster.hang_trace import trace_prefix
 from elastrata.cluster.job import Job
 from elastrata.cluster.watchdog import Watchdog
 from elastrata.driver.interrupt import Interrupt, shield_from_signals
@@ -127,7 +128,11 @@ class RunDriver:
         recipe = self.recipe
         checkpoint = recipe.checkpoint
         replicas = open_replicas(checkpoint.hot_bytes) if checkpoint.hot_steps else None
-        watchdog = Watchdog(recipe.workers.hang_seconds, lambda lost: observer([lost]))
+        watchdog = Watchdog(
+            recipe.workers.hang_seconds,
+            lambda lost: observer([lost]),
+            trace_prefix(self.run.uri()),
+        )
 
         def handle(events: Sequence[Event]) -> None:
             watchdog.receive(events)

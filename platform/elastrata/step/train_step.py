@@ -278,7 +278,7 @@ def mean_loss(
 ) -> StepLoss:
     """Return the means over the global batch, from the sums of all primary ranks. Collective."""
     sums = loss_sums(losses)
-    return sums.means(_all_reduce(sums.values, is_primary).tolist(), weights)
+    return sums.means(Readback(_all_reduce(sums.values, is_primary)).wait(), weights)
 
 
 def _all_reduce(sums: Tensor, is_primary: bool, more: Tensor | None = None) -> Tensor:
