@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from elastrata.deploy.clusters import read_cluster
+from elastrata.deploy.clusters import check_cluster, read_cluster
 from elastrata.driver.prometheus import BY_SET, BY_SOURCE, BY_USE, COUNTERS, GAUGES
 from elastrata.driver.ray_session import NICENESS
 from elastrata.shipped import cluster_files
@@ -109,6 +110,31 @@ def test_no_file_holds_a_key_and_every_image_is_pinned(name: str) -> None:
     assert all(re.search(r":\d+\.\d+\.\d+-(cpu|gpu)$", image) for image in images)
 
 
+@pytest.mark.parametrize("name", ["kuberay-cluster", "kuberay-job"])
+def test_pods_are_whole_machines_with_shared_memory(name: str) -> None:
+    spec = _kuberay(name)["spec"]
+    for group in spec.get("rayClusterSpec", spec)["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        (mount,) = container["volumeMounts"]
+        (volume,) = (one for one in pod["volumes"] if one["name"] == mount["name"])
+        assert mount["mountPath"] == "/dev/shm"
+        assert volume["emptyDir"]["medium"] == "Memory"
+        size = int(volume["emptyDir"]["sizeLimit"].removesuffix("Gi")) * GIB
+        assert size > int(group["rayStartParams"]["object-store-memory"])
+        assert container["resources"]["limits"] == container["resources"]["requests"]
+    assert [finding.name for finding in check_cluster(read_cluster(name))] == ["cluster"]
+
+
+def test_pods_of_one_gpu_each_are_advised_against(tmp_path: Path) -> None:
+    text = (cluster_files() / "kuberay-cluster.yaml").read_text(encoding="utf-8")
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text.replace('gpu: "8"', 'gpu: "1"'), encoding="utf-8")
+    _, finding = check_cluster(read_cluster(str(file)))
+    assert (finding.status, finding.found) == ("warning", "gpu: one GPU each")
+    assert finding.advice.startswith("a pod for each machine, with all its GPUs")
+
+
 def test_pods_have_the_time_to_save_and_the_head_is_not_evicted() -> None:
     cluster, *budgets = _documents("kuberay-cluster")
     for group in cluster["spec"]["workerGroupSpecs"]:
@@ -149,8 +175,8 @@ def test_what_the_shipped_files_can_provide() -> None:
         "azure": (16, 672, 24),
         "one-machine": (0, 16, 1),
         "raylets": (3, 6, 0),
-        "kuberay-cluster": (12, 160, 8),
-        "kuberay-job": (12, 160, 8),
+        "kuberay-cluster": (8, 416, 32),
+        "kuberay-job": (8, 416, 32),
     }
 
 

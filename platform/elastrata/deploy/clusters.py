@@ -67,6 +67,8 @@ class ClusterSpec:
     """Node groups other than the head."""
     max_nodes: int
     """Most nodes of these groups together."""
+    are_pods: bool = False
+    """Whether nodes are pods, several of which may be on one machine."""
 
     def room(self, worker: Mapping[str, float]) -> int:
         """Return the most workers with these resources that the cluster can have simultaneously."""
@@ -286,6 +288,7 @@ class _KubeSpec(BaseModel):
             head=NodeGroup(name="head", resources=head, min_nodes=1, max_nodes=1),
             groups=groups,
             max_nodes=sum(group.max_nodes for group in groups),
+            are_pods=True,
         )
 
 
@@ -423,7 +426,7 @@ def _validate(
 
 
 def check_cluster(cluster: ClusterSpec) -> Iterator[Finding]:
-    """Yield the largest size of the cluster."""
+    """Yield the largest size of the cluster, and pods that split the GPUs of a machine."""
     resources = {name for group in (cluster.head, *cluster.groups) for name in group.resources}
     amounts = [
         f"{cluster.max_amount(name):g} {name}s" for name in ("CPU", "GPU") if name in resources
@@ -434,6 +437,15 @@ def check_cluster(cluster: ClusterSpec) -> Iterator[Finding]:
         found=f"{cluster.file}: at most {pluralize(cluster.max_nodes, 'node')} beside the head, "
         f"{', '.join(amounts)}",
     )
+    for group in cluster.groups if cluster.are_pods else ():
+        if group.resources.get("GPU") == 1 and group.max_nodes > 1:
+            yield Finding(
+                name="pods",
+                status="warning",
+                found=f"{group.name}: one GPU each",
+                advice="a pod for each machine, with all its GPUs: between pods NCCL uses neither "
+                "peer-to-peer (NVLink) nor shared memory, even on one machine",
+            )
 
 
 def check_niceness(file: str, text: str) -> Iterator[Finding]:
