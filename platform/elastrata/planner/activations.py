@@ -23,9 +23,9 @@ def block_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     e, h, f = stack.element_bytes, model.hidden, model.feed_forward
     shared = 4 * e * h + (2 if stack.dropout else model.dropouts) * h
     inner = (3 if stack.fused else 4) * f if model.gated else 2 * f
-    own = e * ((2 + stack.attention_copies) * h + 2 * model.kv_width + inner)
+    own = e * ((2 + stack.attention_copies) * model.width + 2 * model.kv_width + inner)
     if model.qk_norm:
-        own += e * (h + model.kv_width)  # query and key before the norm as well
+        own += e * (model.width + model.kv_width)  # query and key before the norm as well
     if stack.flash:
         # Flash attention keeps one log-sum-exp per head and token, not the scores.
         own += FP32_BYTES * model.heads
@@ -43,7 +43,7 @@ def _rotary_bytes(model: ModelSpec, stack: Stack) -> float:
     """Return the bytes per token of rotary sines and cosines: one of each for two features of a
     head. The rotated tensors are not kept."""
     is_rotary = model.position_rows == 0
-    return 2 * FP32_BYTES * model.hidden / model.heads if is_rotary and not stack.fused else 0.0
+    return 2 * FP32_BYTES * model.head_width if is_rotary and not stack.fused else 0.0
 
 
 def micro_batches_in_flight(layout: Layout, micro_batches: int, stage: int) -> float:
@@ -94,9 +94,9 @@ def deferred_gradient_bytes(model: ModelSpec, stack: Stack, layout: Layout) -> f
     """Return the bytes of output gradients of a block's matrices and norms for one micro-batch,
     from which zero bubble computes the weight gradients later."""
     inner = (2 if model.gated else 1) * model.feed_forward
-    own = 3 * model.hidden + 2 * model.kv_width + inner
+    own = 2 * model.hidden + model.width + 2 * model.kv_width + inner
     if model.qk_norm:
-        own += model.hidden + model.kv_width
+        own += model.width + model.kv_width
     tokens = layout.micro_batch * model.seq_len * stack.element_bytes
     whole = 2 * model.hidden / (layout.tensor if layout.sequence else 1)
     return tokens * (own / layout.tensor + whole)
@@ -125,7 +125,7 @@ def _kept_results(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     tensor-parallel device. Tensor-parallel devices also keep the two reduced sums.
     """
     e, h = stack.element_bytes, model.hidden
-    own = e * (2 * h + model.kv_width + model.feed_forward) + FP32_BYTES * model.heads
+    own = e * (2 * model.width + model.kv_width + model.feed_forward) + FP32_BYTES * model.heads
     last = e * h if model.gated else 0
     sums = 2 * e * h / (layout.tensor if layout.sequence else 1) if layout.tensor > 1 else 0
     return own / layout.tensor + last + sums

@@ -189,7 +189,7 @@ def recomputation_seconds(
         return block_passes(model, machine, samples, tensor, sequence).forward
     # `selective` keeps attention's result and every second matrix product. It recomputes key,
     # output and, in a gated feed-forward, the second product.
-    recomputed = model.hidden * (model.kv_width + model.hidden)
+    recomputed = model.hidden * (model.kv_width + model.width)
     recomputed += model.hidden * model.feed_forward if model.gated else 0
     products = _linear(model, machine, samples, tensor).forward * recomputed / model.block_matrices
     return products + _elementwise(model, machine, samples, tensor, sequence).forward
@@ -231,8 +231,8 @@ def _linear(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Pa
     # Query, key and value are one product, and so are the two input matrices of a gated
     # feed-forward.
     products = [
-        _product(machine, tokens, -(-(model.hidden + 2 * model.kv_width) // tensor), model.hidden),
-        _product(machine, tokens, model.hidden, -(-model.hidden // tensor)),
+        _product(machine, tokens, -(-(model.width + 2 * model.kv_width) // tensor), model.hidden),
+        _product(machine, tokens, model.hidden, -(-model.width // tensor)),
         _product(machine, tokens, -(-wide // tensor), model.hidden),
         _product(machine, tokens, model.hidden, -(-model.feed_forward // tensor)),
     ]
@@ -241,7 +241,7 @@ def _linear(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Pa
 
 def _attention(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Passes:
     """Return the seconds of attention's scores and of their products with the values."""
-    length, width = model.seq_len, model.hidden // model.heads
+    length, width = model.seq_len, model.head_width
     count = samples * -(-model.heads // tensor)
     if machine.stack.flash:
         flops = 4 * count * length * width * model.mean_context
@@ -294,10 +294,10 @@ def _own_traffic(model: ModelSpec, stack: Stack) -> tuple[float, float]:
         numbers, backward = 2, 3
     own, own_backward = numbers * e * f, backward * e * f
     if model.position_rows == 0:
-        turned = 2 * e * (model.hidden + model.kv_width)
+        turned = 2 * e * (model.width + model.kv_width)
         own, own_backward = own + turned, own_backward + turned
     if model.qk_norm:  # forward one read and one write; backward one more read for the gradient
-        normed = e * (model.hidden + model.kv_width)
+        normed = e * (model.width + model.kv_width)
         own, own_backward = own + 2 * normed, own_backward + 3 * normed
     if not stack.flash:
         scores = model.heads * model.seq_len

@@ -33,16 +33,19 @@ class ModelSpec:
     hidden: int
     heads: int
     kv_heads: int
+    head_size: int | None = None
+    """Width of a head; None: `hidden` / `heads`."""
     feed_forward: int
     """Width of the feed-forward."""
     gated: bool
     """Whether the feed-forward has three matrices instead of two, as in SwiGLU."""
     causal: bool
     window: int | None = None
-    """Tokens to each side that a windowed block, which is not causal, attends to; None: no such
-    blocks."""
+    """Tokens to each side, or before it in a causal block, that a token of a windowed block attends
+    to; None: no such blocks."""
     global_every: int = 1
-    """With a window, every block whose index is a multiple of this number attends to all tokens."""
+    """With a window, every block whose index is a multiple of this number attends to all tokens; 0:
+    no block does."""
     vocabulary: int
     """Rows of the embedding table."""
     position_rows: int
@@ -74,15 +77,25 @@ class ModelSpec:
     seq_len: int
 
     @property
+    def head_width(self) -> int:
+        """Width of a head."""
+        return self.head_size or self.hidden // self.heads
+
+    @property
+    def width(self) -> int:
+        """Width of the queries, and of attention's result."""
+        return self.heads * self.head_width
+
+    @property
     def kv_width(self) -> int:
         """Width of the keys, and of the values."""
-        return self.hidden // self.heads * self.kv_heads
+        return self.kv_heads * self.head_width
 
     @property
     def block_matrices(self) -> int:
         """Number of parameters in a block's matrices."""
         feed_forward = (3 if self.gated else 2) * self.hidden * self.feed_forward
-        return 2 * self.hidden * (self.hidden + self.kv_width) + feed_forward
+        return 2 * self.hidden * (self.width + self.kv_width) + feed_forward
 
     @property
     def block_parameters(self) -> int:
@@ -120,7 +133,7 @@ class ModelSpec:
         return WorkModel(
             linear=_FORWARD * (self.layers * self.block_matrices + head),
             quadratic=_FORWARD * self._global_blocks * self._block_attention(1),
-            windowed=_FORWARD * (self.layers - self._global_blocks) * 2 * self.hidden,
+            windowed=_FORWARD * (self.layers - self._global_blocks) * self._products_of_pair,
             window=self.window or 0,
         )
 
@@ -172,13 +185,15 @@ class ModelSpec:
 
         Causal attention counts half of the tokens.
         """
-        return self._attention(self.seq_len) / (2 * self.hidden * self.seq_len * self.layers)
+        return self._attention(self.seq_len) / (2 * self.width * self.seq_len * self.layers)
 
     @property
     def _global_blocks(self) -> int:
         """Number of blocks that attend to all tokens."""
+        if self.window is None:
+            return self.layers
         # Rounded up, as the first block is global.
-        return self.layers if self.window is None else -(-self.layers // self.global_every)
+        return -(-self.layers // self.global_every) if self.global_every else 0
 
     def _attention(self, length: int) -> int:
         """Return the products in the attention of all blocks for one sample."""
@@ -186,15 +201,21 @@ class ModelSpec:
         return every + (self.layers - self._global_blocks) * self._window_attention(length)
 
     def _attention_of(self, block: int, length: int) -> int:
-        is_global = self.window is None or block % self.global_every == 0
+        is_global = self.window is None or (self.global_every and block % self.global_every == 0)
         return self._block_attention(length) if is_global else self._window_attention(length)
 
     def _window_attention(self, length: int) -> int:
         """Return the products in the attention of a windowed block for one sample."""
         pairs = int(count_pairs_within(np.array(length), self.window or 0))
-        return 2 * self.hidden * pairs
+        return self._products_of_pair * pairs
 
     def _block_attention(self, length: int) -> int:
         """Return the products in a block's attention for one sample: s^2 h for scores, the same
         for values, and half of both with causal attention."""
-        return (1 if self.causal else 2) * self.hidden * length * length
+        return self._products_of_pair * length * length
+
+    @property
+    def _products_of_pair(self) -> int:
+        """Products in a block's attention for an ordered pair of tokens, half of them with causal
+        attention."""
+        return (1 if self.causal else 2) * self.width

@@ -14,12 +14,15 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
     BertForPreTraining,
     PreTrainedTokenizerFast,
     pipeline,
 )
 
 from elastrata_pipelines.errors import UserError
+from elastrata_workloads.bert import Bert
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -70,6 +73,40 @@ def test_export_loads_whole_and_gives_equal_logits(
         torch.testing.assert_close(
             next_logits, output.seq_relationship_logits, rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "silu"])
+def test_a_bert_of_any_activation_gives_equal_logits_and_exports_the_same(
+    activation: str, make_bert, make_rows, vocabulary, tmp_path
+) -> None:
+    plain = make_bert()
+    sizes = {
+        "vocab_size": vocabulary.size,
+        "hidden_size": plain.hidden_size,
+        "num_hidden_layers": plain.num_layers,
+        "num_attention_heads": plain.num_heads,
+        "intermediate_size": 40,
+        "pad_token_id": vocabulary.pad_id,
+    }
+    theirs = BertForMaskedLM(BertConfig(**sizes, hidden_act=activation, initializer_range=0.5))
+    theirs.eval()
+    bert = Bert.model_validate(Bert.settings_of(theirs.config))
+    model = bert.build_model(vocabulary, 64)
+    ours = dict(model.named_parameters())
+    model.load_state_dict(bert.counterpart(vocabulary).to_ours(ours, theirs.state_dict()))
+    for length in (20, 7, 2):
+        batch = bert.collate(make_rows([length]), vocabulary, seed=0)
+        expected = theirs(batch.input_ids[None]).logits[0, batch.predicted]
+        torch.testing.assert_close(model.eval()(batch)[0], expected, rtol=1e-5, atol=1e-5)
+    bert.export(model.state_dict(), vocabulary, 64, None, tmp_path / "ours")
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path / "ours")
+    assert again.config.hidden_act == activation
+    torch.testing.assert_close(again.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+
+
+def test_an_unknown_activation_is_named() -> None:
+    with pytest.raises(UserError, match=r"^workload bert has no hidden_act tanh$"):
+        Bert.settings_of(BertConfig(hidden_act="tanh"))
 
 
 def test_normalised_queries_are_refused(make_bert, vocabulary, tmp_path) -> None:

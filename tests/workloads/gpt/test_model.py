@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from elastrata_workloads.gpt.hf import Gpt2, Llama
+from elastrata_workloads.gpt.hf import FAMILIES
 from elastrata_workloads.gpt.model import GptModel
 
 LENGTHS = (17, 17, 12, 11, 9, 9, 9, 3, 1)
@@ -21,9 +21,9 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 def reference(model: GptModel) -> tuple[torch.nn.Module, object]:
     """transformers' model of the same shape, with weights of its own, and how they are mapped."""
     if model.shape.positions == "rotary":
-        family, config, kind = Llama, LlamaConfig, LlamaForCausalLM
+        family, config, kind = FAMILIES["llama"], LlamaConfig, LlamaForCausalLM
     else:
-        family, config, kind = Gpt2, GPT2Config, GPT2LMHeadModel
+        family, config, kind = FAMILIES["gpt2"], GPT2Config, GPT2LMHeadModel
     values = family.to_config(model.shape)
     return kind(config(**values, attn_implementation="eager")), family
 

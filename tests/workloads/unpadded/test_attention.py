@@ -19,13 +19,23 @@ LENGTHS = (6, 6, 1, 4)
 SEGMENTS = Segments(torch.tensor([0, 6, 12, 13, 17], dtype=torch.int32), LENGTHS, 8)
 
 
-def by_definition(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+def by_definition(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    lengths: tuple[int, ...] = LENGTHS,
+) -> Tensor:
     """One head after the other, over all tokens, with a mask."""
-    places = torch.arange(sum(LENGTHS))
-    segment = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    places = torch.arange(sum(lengths))
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     seen = segment[:, None] == segment
     if causal:
         seen &= places[:, None] >= places
+    if window is not None:
+        seen &= (places[:, None] - places).abs() <= window
     heads, size = query.shape[1:]
     shared = heads // key.shape[1]
     out = []
@@ -43,6 +53,28 @@ def test_attention_is_what_its_definition_says(causal: bool, kv_heads: int) -> N
     query, key, value = (torch.randn(17, heads, 8) for heads in (4, kv_heads, kv_heads))
     found = attention(query, key, value, SEGMENTS, causal=causal)
     torch.testing.assert_close(found, by_definition(query, key, value, causal=causal))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("window", [1, 3, 8, 40])
+def test_attention_within_a_window_has_the_values_and_gradients_of_its_definition(
+    causal: bool, kv_heads: int, window: int
+) -> None:
+    """Samples of many blocks, of one, and shorter than the window."""
+    lengths = (23, 9, 9, 2)
+    segments = Segments(torch.tensor([0, 23, 32, 41, 43], dtype=torch.int32), lengths, 32)
+    torch.manual_seed(0)
+    tensors = [torch.randn(43, heads, 8) for heads in (4, kv_heads, kv_heads, 4)]
+    found = []
+    for given in ({"segments": segments}, {"lengths": lengths}):
+        form: Callable[..., Tensor] = attention if "segments" in given else by_definition
+        *leaves, weight = [tensor.clone().requires_grad_() for tensor in tensors]
+        out = form(*leaves, causal=causal, window=window, **given)
+        (out * weight).sum().backward()
+        found.append([out, *(leaf.grad for leaf in leaves)])
+    for ours, definition in zip(*found, strict=True):
+        torch.testing.assert_close(ours, definition)
 
 
 def _kernel_of_2_11(

@@ -18,6 +18,15 @@ from elastrata_workloads.unpadded.hf import IdRows
 # Parameters of next-sentence prediction, which a masked-language model does not have.
 _SECOND_HEAD = (r"bert\.pooler\..*", r"cls\.seq_relationship\..*")
 _DECODER = "cls.predictions.decoder"
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Activations by transformers' names; ours with several are exported under the first."""
 
 
 def from_config(config: Any) -> dict[str, Any]:
@@ -30,6 +39,7 @@ def from_config(config: Any) -> dict[str, Any]:
         "intermediate_size": config.intermediate_size,
         "max_positions": config.max_position_embeddings,
         "layer_norm_eps": config.layer_norm_eps,
+        "activation": _ACTIVATIONS[config.hidden_act],
         "initializer_range": config.initializer_range,
         "next_sentence": "BertForPreTraining" in architectures,
     }
@@ -38,7 +48,7 @@ def from_config(config: Any) -> dict[str, Any]:
 def find_unsupported(config: Any) -> list[str]:
     """Return the parts of a BertConfig that our model lacks; empty if it has all."""
     missing_by_part = {
-        f"hidden_act {config.hidden_act}": config.hidden_act != "gelu",
+        f"hidden_act {config.hidden_act}": config.hidden_act not in _ACTIVATIONS,
         f"type_vocab_size {config.type_vocab_size}": config.type_vocab_size != 2,
         "is_decoder": config.is_decoder,
         "tie_word_embeddings false": not config.tie_word_embeddings,
@@ -97,7 +107,7 @@ def export(
         # Attention weights are never dropped: the varlen kernel has no dropout.
         "attention_probs_dropout_prob": 0.0,
         "initializer_range": shape.initializer_range,
-        "hidden_act": "gelu",
+        "hidden_act": next(n for n, ours in _ACTIVATIONS.items() if ours == shape.activation),
         "type_vocab_size": 2,
         "tie_word_embeddings": True,
     }

@@ -19,6 +19,7 @@ from elastrata_workloads.bert.objective import BertBatch
 from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded.attention import SelfAttention
 from elastrata_workloads.unpadded.batch import Segments
+from elastrata_workloads.unpadded.block import FUNCTIONS
 from elastrata_workloads.unpadded.dropout import HiddenDropout, layer_keys
 from elastrata_workloads.unpadded.loss import mask_logits_without_ids
 
@@ -162,10 +163,11 @@ class Intermediate(nn.Module):
     def __init__(self, shape: BertShape) -> None:
         super().__init__()
         self.dense = nn.Linear(shape.hidden_size, shape.intermediate_size)
+        self.activation = FUNCTIONS[shape.activation]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map shape [T, E] to [T, F]."""
-        return F.gelu(self.dense(hidden))
+        return self.activation(self.dense(hidden))
 
 
 class AddNorm(nn.Module):
@@ -225,8 +227,9 @@ class Transform(nn.Module):
         super().__init__()
         self.dense = nn.Linear(shape.hidden_size, shape.hidden_size)
         self.LayerNorm = nn.LayerNorm(shape.hidden_size, eps=shape.layer_norm_eps)
+        self.activation = FUNCTIONS[shape.activation]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map shape [P, E] to [P, E]."""
-        out: Tensor = self.LayerNorm(F.gelu(self.dense(hidden)))
+        out: Tensor = self.LayerNorm(self.activation(self.dense(hidden)))
         return out

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from elastrata.workload.model_spec import ModelSpec
 from elastrata_workloads.unpadded.shapes import AttentionShape, Kernel, NormShape
 
 _TOKEN_TYPES = 2
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,7 @@ class BertShape:
     initializer_range: float
     next_sentence: bool
     qk_norm: bool
+    activation: Activation
     attention: Kernel
 
     @property
@@ -39,6 +42,7 @@ class BertShape:
             num_heads=self.num_heads,
             num_kv_heads=self.num_heads,
             bias=True,
+            output_bias=True,
             causal=False,
             head_norm=NormShape(eps=self.layer_norm_eps) if self.qk_norm else None,
             kernel=self.attention,

@@ -20,7 +20,7 @@ from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.bert import hf
 from elastrata_workloads.bert.objective import BertBatch, Objective, loss
-from elastrata_workloads.bert.shape import BertShape
+from elastrata_workloads.bert.shape import Activation, BertShape
 from elastrata_workloads.unpadded.masked_lm import MaskedTransformer
 from elastrata_workloads.unpadded.workload import Small, has_frame
 
@@ -42,6 +42,8 @@ class Bert(MaskedTransformer):
     """Maximum sample length, in tokens: rows of the position table."""
     layer_norm_eps: Small = 1e-12
     """Number added to variances before the square root."""
+    activation: Activation = "gelu"
+    """Activation of the feed-forward and of the head. gelu_tanh: GPT-2's approximation."""
     qk_norm: bool = False
     """Whether to apply a LayerNorm to every head's queries and keys, which keeps attention's logits
     small at large learning rates (Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv
@@ -59,7 +61,7 @@ class Bert(MaskedTransformer):
         kernels."""
         keys = ("hidden_size", "num_layers", "num_heads", "max_positions", "layer_norm_eps")
         return {
-            **{key: getattr(self, key) for key in (*keys, "qk_norm")},
+            **{key: getattr(self, key) for key in (*keys, "activation", "qk_norm")},
             "intermediate_size": self.inner_size,
         }
 

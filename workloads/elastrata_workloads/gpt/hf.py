@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from elastrata.workload.hf_folder import WeightForm
 from elastrata.workload.hf_mapping import Counterpart, Origin
 from elastrata_pipelines.errors import UserError
-from elastrata_workloads.gpt.shape import GptShape
+from elastrata_workloads.gpt.shape import Bias, GptShape
 from elastrata_workloads.unpadded import hf
 from elastrata_workloads.unpadded.hf import IdRows, parameter_origins, repeat_in_blocks
 
@@ -31,7 +32,7 @@ _GPT2_BLOCK = {
 class Gpt2:
     """GPT-2's format: transposed matrices, and a single matrix for query, key and value."""
 
-    architecture, config_class = "GPT2LMHeadModel", "GPT2Config"
+    label, architecture, config_class = "GPT-2", "GPT2LMHeadModel", "GPT2Config"
 
     @staticmethod
     def differences(shape: GptShape) -> list[str]:
@@ -42,6 +43,8 @@ class Gpt2:
             "norm: rms": shape.norm != "layer",
             "qk_norm: true": shape.qk_norm,
             "num_kv_heads": shape.num_kv_heads != shape.num_heads,
+            "head_size": shape.head_size * shape.num_heads != shape.hidden_size,
+            "window": shape.window is not None,
         }
         return [key for key, differs in differs_in.items() if differs]
 
@@ -96,6 +99,7 @@ class Gpt2:
             "scale_attn_weights false": not config.scale_attn_weights,
             "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
             "add_cross_attention": config.add_cross_attention,
+            **_quantization(config),
         }
         return [key for key, differs in missing_by_part.items() if differs]
 
@@ -162,87 +166,146 @@ _LLAMA_BLOCK = {
 """Names of a block's modules: our name and Llama's."""
 
 
-class Llama:
-    """Llama's format: our tensors under other names."""
+_QK_NORMS = {
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+}
+"""Names of the block modules that only some families have."""
+_SAME = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tied_embeddings": "tie_word_embeddings",
+    "initializer_range": "initializer_range",
+}
+"""Keys with the same values: ours and Llama's."""
+_STYLE = {"positions": "rotary", "activation": "swiglu", "norm": "rms"}
+"""Our keys whose value is the same in all families but GPT-2."""
+_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_positions": "original_max_position_embeddings",
+}
+"""Keys of Llama 3.1's rotary scaling: ours and Llama's."""
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", *_SCALING.values()}
 
-    architecture, config_class = "LlamaForCausalLM", "LlamaConfig"
 
-    @staticmethod
-    def differences(shape: GptShape) -> list[str]:
-        """Return the recipe keys whose values Llama does not support; empty if it fits."""
+@dataclass(frozen=True, kw_only=True)
+class LlamaLike:
+    """A format with our tensors under Llama's names."""
+
+    label: str
+    """Name for users."""
+    architecture: str
+    config_class: str
+    biases: Mapping[Bias, Mapping[str, bool]]
+    """Values of `bias` that it supports, with those of its own keys."""
+    qk_norm: bool = False
+    """Whether it has a norm for every head's query and key."""
+    has_head_dim: bool = True
+    """Whether it has heads of any size."""
+    has_window: bool = False
+    """Whether all its blocks attend within a window."""
+
+    def differences(self, shape: GptShape) -> list[str]:
+        """Return the recipe keys whose values it does not support; empty if it fits."""
         differs_in = {
             "positions: learned": shape.positions != "rotary",
             "activation: gelu": shape.activation != "swiglu",
             "norm: layer": shape.norm != "rms",
-            "qk_norm: true": shape.qk_norm,
+            f"qk_norm: {str(shape.qk_norm).lower()}": shape.qk_norm != self.qk_norm,
+            f"bias: {str(shape.bias).lower()}": shape.bias not in self.biases,
+            "head_size": not self.has_head_dim
+            and shape.head_size * shape.num_heads != shape.hidden_size,
+            "window": not self.has_window and shape.window is not None,
         }
         return [key for key, differs in differs_in.items() if differs]
 
-    @staticmethod
-    def to_config(shape: GptShape) -> dict[str, Any]:
-        """Return the arguments of transformers' LlamaConfig."""
+    def to_config(self, shape: GptShape) -> dict[str, Any]:
+        """Return the arguments of its configuration class in transformers."""
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rotary_base}
+        if scaling := shape.rotary_scaling:
+            rope["rope_type"] = "llama3"
+            rope |= {theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()}
         return {
             "vocab_size": shape.num_ids,
-            "max_position_embeddings": shape.max_positions,
-            "hidden_size": shape.hidden_size,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "intermediate_size": shape.intermediate_size,
+            **{theirs: getattr(shape, ours) for ours, theirs in _SAME.items()},
             "hidden_act": "silu",
-            "rms_norm_eps": shape.norm_eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": shape.rotary_base},
-            "attention_bias": shape.bias,
-            "mlp_bias": shape.bias,
-            "initializer_range": shape.initializer_range,
-            "tie_word_embeddings": shape.tied_embeddings,
+            "rope_parameters": rope,
+            **self.biases[shape.bias if shape.bias in self.biases else "attention"],
+            # Defaults of some classes are 128, whatever the hidden size, and a window of 4,096.
+            **({"head_dim": shape.head_size} if self.has_head_dim else {}),
+            **({"sliding_window": shape.window} if self.has_window else {}),
         }
 
-    @staticmethod
-    def from_config(config: Any) -> dict[str, Any]:
-        """Return the settings of the workload `gpt` for a LlamaConfig."""
+    def from_config(self, config: Any) -> dict[str, Any]:
+        """Return the settings of the workload `gpt` for its configuration."""
+        rope = config.rope_parameters
+        is_scaled = rope["rope_type"] == "llama3"
+        scaling = {ours: rope[theirs] for ours, theirs in _SCALING.items()} if is_scaled else None
         return {
-            "hidden_size": config.hidden_size,
-            "num_layers": config.num_hidden_layers,
-            "num_heads": config.num_attention_heads,
-            "num_kv_heads": config.num_key_value_heads,
-            "intermediate_size": config.intermediate_size,
-            "max_positions": config.max_position_embeddings,
-            "positions": "rotary",
-            "rotary_base": config.rope_parameters["rope_theta"],
-            "activation": "swiglu",
-            "norm": "rms",
-            "norm_eps": config.rms_norm_eps,
-            "bias": config.attention_bias,
-            "tied_embeddings": config.tie_word_embeddings,
-            "initializer_range": config.initializer_range,
+            **{ours: getattr(config, theirs) for ours, theirs in _SAME.items()},
+            **_STYLE,
+            "rotary_base": rope["rope_theta"],
+            "rotary_scaling": scaling,
+            "head_size": _own_head_size(config),
+            "window": config.sliding_window if self.has_window else None,
+            "bias": self._bias(config),
+            "qk_norm": self.qk_norm,
         }
 
-    @staticmethod
-    def unsupported(config: Any) -> list[str]:
-        """Return the parts of a LlamaConfig that our model lacks; empty if it has all."""
-        rope_type = config.rope_parameters["rope_type"]
+    def _bias(self, config: Any) -> Bias | None:
+        return next((bias for bias, keys in self.biases.items() if _has(config, keys)), None)
+
+    def unsupported(self, config: Any) -> list[str]:
+        """Return the parts of its configuration that our model lacks; empty if it has all."""
+        rope = {key: value for key, value in config.rope_parameters.items() if value is not None}
+        rope_type = rope["rope_type"]
+        kinds = {*(getattr(config, "layer_types", None) or ())}
         missing_by_part = {
             f"hidden_act {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
-            f"rope_type {rope_type}": rope_type != "default",
-            f"head_dim {config.head_dim}": config.head_dim * config.num_attention_heads
-            != config.hidden_size,
-            "attention_bias unlike mlp_bias": config.attention_bias
-            != getattr(config, "mlp_bias", False),
+            f"rope_type {rope_type}": rope_type not in ("default", "llama3"),
+            f"head_dim {_own_head_size(config)}": not self.has_head_dim
+            and _own_head_size(config) is not None,
+            " with ".join(
+                f"{key} {str(getattr(config, key, False)).lower()}"
+                for key in ("attention_bias", "mlp_bias")
+                if hasattr(config, key)
+            ): self._bias(config) is None,
+            "use_sliding_window": len(kinds) > 1
+            or (not self.has_window and "sliding_attention" in kinds),
+            **_quantization(config),
+        }
+        # With an unknown type all its keys are, too.
+        keys = rope.keys() - _ROPE_KEYS if rope_type in ("default", "llama3") else ()
+        missing_by_part |= {
+            f"rope_parameters.{key} {rope[key]}": (key, rope[key]) != ("partial_rotary_factor", 1.0)
+            for key in sorted(keys)
         }
         return [key for key, differs in missing_by_part.items() if differs]
 
-    @staticmethod
-    def counterpart(shape: GptShape, more: Mapping[str, str] = MappingProxyType({})) -> Counterpart:
-        """Return the mapping of our parameters to Llama's: the same tensors under other names."""
+    def counterpart(self, shape: GptShape) -> Counterpart:
+        """Return the mapping of our parameters to its own: the same tensors under other names."""
         outside = {name: Origin(name=theirs) for name, theirs in _LLAMA_OUTSIDE.items()}
         if shape.tied_embeddings:
             del outside["head"]
-        block = {name: Origin(name=theirs) for name, theirs in {**_LLAMA_BLOCK, **more}.items()}
+        names = {**_LLAMA_BLOCK, **(_QK_NORMS if self.qk_norm else {})}
+        block = {name: Origin(name=theirs) for name, theirs in names.items()}
         modules = outside | repeat_in_blocks(shape.num_layers, "blocks", "model.layers", block)
         tied = {"lm_head.weight": "model.embed_tokens.weight"}
+        origins = parameter_origins(modules)
+        has_more = shape.bias not in self.biases
+        if has_more:  # see `export`
+            biases = ("query.bias", "key.bias", "value.bias", "attention.output.bias")
+            origins = {n: o for n, o in origins.items() if n.endswith((".weight", *biases))}
         return Counterpart(
-            origins=parameter_origins(modules),
+            origins=origins,
+            fills_with_zeros=has_more,
             tied=tied if shape.tied_embeddings else {},
             prefix="model.",
             # A constant that older versions of transformers saved as a buffer.
@@ -250,62 +313,60 @@ class Llama:
         )
 
 
-_QWEN3_NORMS = {
-    "attention.query_norm": "self_attn.q_norm",
-    "attention.key_norm": "self_attn.k_norm",
+def _own_head_size(config: Any) -> int | None:
+    """Return the size of a head if it is not the usual part of the hidden size."""
+    size: int | None = getattr(config, "head_dim", None)
+    is_usual = size is None or size * config.num_attention_heads == config.hidden_size
+    return None if is_usual else size
+
+
+def _has(config: Any, keys: Mapping[str, bool]) -> bool:
+    return all(getattr(config, key, False) == value for key, value in keys.items())
+
+
+def _quantization(config: Any) -> dict[str, bool]:
+    return {"quantization_config": getattr(config, "quantization_config", None) is not None}
+
+
+Family = Gpt2 | LlamaLike
+
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": Gpt2(),
+    # Also SmolLM2.
+    "llama": LlamaLike(
+        label="Llama",
+        architecture="LlamaForCausalLM",
+        config_class="LlamaConfig",
+        biases={
+            False: {"attention_bias": False, "mlp_bias": False},
+            True: {"attention_bias": True, "mlp_bias": True},
+            "attention": {"attention_bias": True, "mlp_bias": False},
+        },
+    ),
+    # Also Qwen2.5.
+    "qwen2": LlamaLike(
+        label="Qwen2",
+        architecture="Qwen2ForCausalLM",
+        config_class="Qwen2Config",
+        biases={"qkv": {}},
+        has_head_dim=False,
+    ),
+    "qwen3": LlamaLike(
+        label="Qwen3",
+        architecture="Qwen3ForCausalLM",
+        config_class="Qwen3Config",
+        biases={False: {"attention_bias": False}, "attention": {"attention_bias": True}},
+        qk_norm=True,
+    ),
+    "mistral": LlamaLike(
+        label="Mistral",
+        architecture="MistralForCausalLM",
+        config_class="MistralConfig",
+        biases={False: {}},
+        has_window=True,
+    ),
 }
-"""Names of the block modules that Llama lacks: our name and Qwen3's."""
-
-
-class Qwen3(Llama):
-    """Qwen3's format (Yang et al. 2025, arXiv 2505.09388).
-
-    Qwen3 is a Llama without biases, with a norm for every head's query and key.
-    """
-
-    architecture, config_class = "Qwen3ForCausalLM", "Qwen3Config"
-
-    @staticmethod
-    def differences(shape: GptShape) -> list[str]:
-        """Return the recipe keys whose values Qwen3 does not support; empty if it fits."""
-        without_norms = [key for key in Llama.differences(shape) if not key.startswith("qk_norm")]
-        own_differences = {"qk_norm: false": not shape.qk_norm, "bias: true": shape.bias}
-        return [*without_norms, *(key for key, differs in own_differences.items() if differs)]
-
-    @staticmethod
-    def to_config(shape: GptShape) -> dict[str, Any]:
-        """Return the arguments of transformers' Qwen3Config."""
-        values = Llama.to_config(shape)
-        del values["mlp_bias"]
-        # Qwen3Config's default for `head_dim` is 128, whatever the hidden size.
-        return {**values, "head_dim": shape.head_size}
-
-    @staticmethod
-    def from_config(config: Any) -> dict[str, Any]:
-        """Return the settings of the workload `gpt` for a Qwen3Config."""
-        return {**Llama.from_config(config), "qk_norm": True}
-
-    @staticmethod
-    def unsupported(config: Any) -> list[str]:
-        """Return the parts of a Qwen3Config that our model lacks; empty if it has all."""
-        missing_parts = Llama.unsupported(config)
-        return (
-            [*missing_parts, "use_sliding_window"] if config.use_sliding_window else missing_parts
-        )
-
-    @staticmethod
-    def counterpart(
-        shape: GptShape, more: Mapping[str, str] = MappingProxyType(_QWEN3_NORMS)
-    ) -> Counterpart:
-        """Return the mapping of our parameters to Qwen3's: the same tensors under other names."""
-        return Llama.counterpart(shape, more)
-
-
-Family = type[Gpt2] | type[Llama]
-
-FAMILIES: Mapping[str, Family] = {"gpt2": Gpt2, "llama": Llama, "qwen3": Qwen3}
-"""Families by transformers' `model_type`."""
-_DISPLAY_NAMES: Mapping[str, Family] = {"GPT-2": Gpt2, "Llama": Llama, "Qwen3": Qwen3}
+"""Families by transformers' `model_type`; an export is one of the first that has the model."""
 
 
 def family_of(shape: GptShape) -> Family:
@@ -314,15 +375,11 @@ def family_of(shape: GptShape) -> Family:
     Raises:
         UserError: no family can.
     """
-    by_family: dict[Family, list[str]] = {
-        family: family.differences(shape) for family in FAMILIES.values()
-    }
-    for family, differences in by_family.items():
-        if not differences:
+    differences = [(family, family.differences(shape)) for family in FAMILIES.values()]
+    for family, keys in differences:
+        if not keys:
             return family
-    text = "; ".join(
-        f"{name} without {', '.join(by_family[family])}" for name, family in _DISPLAY_NAMES.items()
-    )
+    text = "; ".join(f"{family.label} without {', '.join(keys)}" for family, keys in differences)
     raise UserError(f"workload: transformers has no such model: {text}")
 
 
@@ -346,6 +403,10 @@ def export(
         UserError: transformers has no model of this shape.
     """
     family = family_of(shape)
+    if tokenizer is not None and shape.bias == "qkv" and not _is_tokenizer_of_qwen(tokenizer):
+        # Whatever a folder's files say, transformers loads Qwen2's own tokenizer with a Qwen2. A
+        # Llama whose output has a bias of zeros computes the same.
+        family = FAMILIES["llama"]
     weights = family.counterpart(shape).to_theirs(IdRows(state, _ROWS_PER_ID, shape.num_ids))
     hf.export(
         family.config_class,
@@ -358,3 +419,11 @@ def export(
         special=_SPECIAL,
         generates=True,
     )
+
+
+def _is_tokenizer_of_qwen(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return "Qwen2" in str(config.get("tokenizer_class"))

@@ -6,10 +6,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastrata.workload.model_spec import ModelSpec
-from elastrata_workloads.unpadded.shapes import AttentionShape, BlockShape, Kernel, Norm, NormShape
+from elastrata_workloads.unpadded.shapes import (
+    AttentionShape,
+    BlockShape,
+    Kernel,
+    Norm,
+    NormShape,
+    RotaryScaling,
+)
 
 Positions = Literal["learned", "rotary"]
 Activation = Literal["gelu", "swiglu"]
+Bias = bool | Literal["qkv", "attention"]
+"""Projections that have biases: all or none, those to query, key and value, or attention's four."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +33,19 @@ class GptShape:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    head_size: int
+    """Width of a head."""
     intermediate_size: int
     max_positions: int
     positions: Positions
     rotary_base: float
+    rotary_scaling: RotaryScaling | None
+    window: int | None
+    """Number of tokens that a token attends to, itself included; None: all earlier ones."""
     activation: Activation
     norm: Norm
     norm_eps: float
-    bias: bool
+    bias: Bias
     qk_norm: bool
     tied_embeddings: bool
     dropout: float
@@ -39,29 +53,28 @@ class GptShape:
     attention: Kernel
 
     @property
-    def head_size(self) -> int:
-        """Width of a head."""
-        return self.hidden_size // self.num_heads
-
-    @property
     def block(self) -> BlockShape:
         """The shape of every block."""
-        norm = NormShape(kind=self.norm, eps=self.norm_eps, bias=self.bias)
+        norm = NormShape(kind=self.norm, eps=self.norm_eps, bias=self.bias is True)
         return BlockShape(
             attention=AttentionShape(
                 hidden_size=self.hidden_size,
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
-                bias=self.bias,
+                own_head_size=self.head_size,
+                bias=bool(self.bias),
+                output_bias=self.bias in (True, "attention"),
                 causal=True,
+                window=None if self.window is None else self.window - 1,
                 rotary_base=self.rotary_base if self.positions == "rotary" else None,
+                rotary_scaling=self.rotary_scaling,
                 head_norm=norm if self.qk_norm else None,
                 kernel=self.attention,
             ),
             intermediate_size=self.intermediate_size,
             # GPT-2's GELU is the tanh approximation.
             activation="swiglu" if self.activation == "swiglu" else "gelu_tanh",
-            bias=self.bias,
+            bias=self.bias is True,
             norm=norm,
             attention_dropout=self.dropout,
             feed_forward_dropout=self.dropout,
@@ -74,9 +87,12 @@ class GptShape:
             hidden=self.hidden_size,
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
             feed_forward=self.intermediate_size,
             gated=self.block.gated,
             causal=True,
+            window=None if self.window is None else self.window - 1,
+            global_every=0,
             vocabulary=self.num_embeddings,
             position_rows=self.max_positions if self.positions == "learned" else 0,
             tied=self.tied_embeddings,

@@ -19,10 +19,10 @@ from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.gpt.hf import FAMILIES, family_of
 from elastrata_workloads.gpt.objective import collate
-from elastrata_workloads.gpt.shape import Activation, GptShape, Positions
+from elastrata_workloads.gpt.shape import Activation, Bias, GptShape, Positions
 from elastrata_workloads.unpadded.batch import UnpaddedBatch
 from elastrata_workloads.unpadded.loss import loss_terms
-from elastrata_workloads.unpadded.shapes import Norm
+from elastrata_workloads.unpadded.shapes import Norm, RotaryScaling
 from elastrata_workloads.unpadded.workload import (
     Heads,
     Small,
@@ -55,6 +55,8 @@ class Gpt(UnpaddedTransformer):
     num_kv_heads: Heads | None = None
     """Heads of keys and values, each shared by several query heads (grouped-query attention). Must
     divide `num_heads`, the default."""
+    head_size: Heads | None = None
+    """Features of a head. Default: `hidden_size` / `num_heads`, which must then be whole."""
     intermediate_size: Width | None = None
     """Width of the feed-forward. Default: 4 times `hidden_size`; with swiglu 8/3 times, rounded up
     to a multiple of 256, as in Llama."""
@@ -64,6 +66,12 @@ class Gpt(UnpaddedTransformer):
     """learned: a table added to the embeddings. rotary: rotation of queries and keys."""
     rotary_base: Annotated[float, Field(gt=0, le=1e15)] = 10_000.0
     """rotary only: base of the wavelengths; larger for longer samples."""
+    rotary_scaling: RotaryScaling | None = None
+    """rotary only: slower rotation for samples that are longer than those a model began with, as in
+    Llama 3.1."""
+    window: Annotated[int, Field(gt=1, le=2**24)] | None = None
+    """Number of tokens that a token attends to, itself included, as in Mistral. Default: all
+    earlier ones."""
     activation: Activation = "gelu"
     """Activation of the feed-forward. gelu: two matrices, GPT-2's tanh approximation. swiglu: three
     matrices."""
@@ -71,8 +79,9 @@ class Gpt(UnpaddedTransformer):
     """Normalisation. layer: LayerNorm. rms: RMSNorm."""
     norm_eps: Small = 1e-5
     """Number added to variances, or mean squares, before the square root."""
-    bias: bool = True
-    """Whether projections and LayerNorms have biases. RMSNorm has none."""
+    bias: Bias = True
+    """Whether projections and LayerNorms have biases. RMSNorm has none. qkv: only the projections
+    to queries, keys and values, as in Qwen2.5. attention: these and attention's output."""
     tied_embeddings: bool = True
     """Whether the head shares the token embedding's weights."""
     qk_norm: bool = False
@@ -91,25 +100,47 @@ class Gpt(UnpaddedTransformer):
         if self.num_kv_heads is not None:
             check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         if self.positions == "rotary":
-            check_head_is_even(self.hidden_size, self.num_heads)
+            check_head_is_even(
+                self.head_width, "head_size" if self.head_size else "hidden_size / num_heads"
+            )
+        if self.positions == "learned" and self.rotary_scaling is not None:
+            raise ValueError("rotary_scaling needs positions: rotary")
         return self
+
+    @override
+    def check_heads(self) -> None:
+        """Check that heads have a whole number of features.
+
+        Raises:
+            ValueError: they have not.
+        """
+        if self.head_size is None:
+            super().check_heads()
+
+    @property
+    @override
+    def head_width(self) -> int:
+        """Number of features of a head."""
+        return self.head_size or super().head_width
 
     def architecture(self) -> dict[str, Any]:
         """Return the keys that define the architecture, without initialisation, dropout and
         kernels."""
         keys = ("hidden_size", "num_layers", "num_heads", "positions", "activation", "norm")
-        more = ("norm_eps", "bias", "qk_norm", "tied_embeddings")
+        more = ("norm_eps", "bias", "qk_norm", "tied_embeddings", "rotary_scaling", "window")
         # Without a position table, `max_positions` only limits the length of samples.
         position = "max_positions" if self.positions == "learned" else "rotary_base"
         return {
             **{key: getattr(self, key) for key in (*keys, *more, position)},
             "num_kv_heads": self.num_kv_heads or self.num_heads,
+            "head_size": self.head_width,
             "intermediate_size": self.inner_size,
         }
 
     @classmethod
     def settings_of(cls, config: Any) -> dict[str, Any] | None:
-        """Return the workload's settings for a GPT-2, Llama or Qwen3, or None for another model.
+        """Return the workload's settings for a model of one of `FAMILIES`, or None for another
+        model.
 
         Raises:
             UserError: the configuration has a part that this decoder lacks.
@@ -119,18 +150,16 @@ class Gpt(UnpaddedTransformer):
             return None
         if missing_parts := family.unsupported(config):
             raise UserError(f"workload gpt has no {', '.join(missing_parts)}")
-        settings: dict[str, Any] = family.from_config(config)
-        return settings
+        return family.from_config(config)
 
     def counterpart(self, vocabulary: Vocabulary) -> Counterpart:
-        """Return the mapping of parameters to GPT-2, Llama or Qwen3.
+        """Return the mapping of parameters to the first of `FAMILIES` that has such a model.
 
         Raises:
             UserError: transformers has no such model.
         """
         shape = self.shape(self.num_ids(vocabulary))
-        mapping: Counterpart = family_of(shape).counterpart(shape)
-        return mapping
+        return family_of(shape).counterpart(shape)
 
     def problems(self, manifest: Manifest) -> list[str]:
         """Return one line per reason why GPT cannot train on this data set."""
@@ -194,7 +223,7 @@ class Gpt(UnpaddedTransformer):
         """Write a folder that transformers' `AutoModelForCausalLM.from_pretrained` can load.
 
         Raises:
-            UserError: the model fits neither GPT-2 nor Llama nor Qwen3.
+            UserError: transformers has no such model.
         """
         # Imported here: training does not need safetensors.
         from elastrata_workloads.gpt.hf import export
@@ -207,7 +236,10 @@ class Gpt(UnpaddedTransformer):
 
     def shape(self, num_ids: int) -> GptShape:
         """Return the model's shape for a vocabulary of `num_ids` ids."""
-        heads = {"num_kv_heads": self.num_kv_heads or self.num_heads}
+        heads = {
+            "num_kv_heads": self.num_kv_heads or self.num_heads,
+            "head_size": self.head_width,
+        }
         shared_values = {**self.same_in(GptShape), **heads}
         return GptShape(**shared_values, num_ids=num_ids, num_embeddings=self.num_rows(num_ids))
 

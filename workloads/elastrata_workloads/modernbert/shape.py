@@ -48,6 +48,7 @@ class ModernBertShape:
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_heads,
                 bias=False,
+                output_bias=False,
                 causal=False,
                 window=None if is_global else self.window // 2,
                 rotary_base=self.global_rotary_base if is_global else self.local_rotary_base,

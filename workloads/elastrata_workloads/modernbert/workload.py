@@ -66,7 +66,7 @@ class ModernBert(MaskedTransformer):
 
     @model_validator(mode="after")
     def _heads_turn(self) -> ModernBert:
-        check_head_is_even(self.hidden_size, self.num_heads)
+        check_head_is_even(self.head_width)
         return self
 
     @override

@@ -5,6 +5,7 @@ Shapes: T tokens of the micro-batch, H heads, K heads of key and value, D = E / 
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -13,11 +14,19 @@ from torch.nn.attention.varlen import varlen_attn
 from typing_extensions import override
 
 from elastrata_workloads.unpadded.batch import Segments
-from elastrata_workloads.unpadded.shapes import AttentionShape, Kernel, has_varlen, shares_heads
+from elastrata_workloads.unpadded.shapes import (
+    AttentionShape,
+    Kernel,
+    RotaryScaling,
+    has_varlen,
+    shares_heads,
+)
 from elastrata_workloads.unpadded.windows import attend_by_runs, attend_by_runs_compiled, sees_all
 
 
-def rotate(heads: Tensor, positions: Tensor, base: float) -> Tensor:
+def rotate(
+    heads: Tensor, positions: Tensor, base: float, scaling: RotaryScaling | None = None
+) -> Tensor:
     """Rotate every head by angles that grow with the position (Su et al. 2021, arXiv 2104.09864).
 
     Feature i of the first half of a head and feature i of the second half form a pair, which is
@@ -27,15 +36,28 @@ def rotate(heads: Tensor, positions: Tensor, base: float) -> Tensor:
         heads: shape [T, H, D], D even.
         positions: shape [T], int64: position of each token in its segment.
         base: the slowest pair takes about 2 pi * base positions for one rotation.
+        scaling: slows the slow pairs; None: all rotate as above.
     """
     size = heads.shape[-1]
     exponents = torch.arange(0, size, 2, device=heads.device, dtype=torch.float32) / size
-    angles = (positions[:, None] * (1.0 / base**exponents))[:, None]
+    frequencies = 1.0 / base**exponents
+    if scaling is not None:
+        frequencies = _slow_down(frequencies, scaling)
+    angles = (positions[:, None] * frequencies)[:, None]
     cos, sin = angles.cos(), angles.sin()
     # In fp32: bf16 cannot distinguish neighbouring positions.
     first, second = heads.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(heads.dtype)
+
+
+def _slow_down(frequencies: Tensor, scaling: RotaryScaling) -> Tensor:
+    """Return the frequencies of Llama 3.1: between the two factors, those of the slowed and of the
+    plain pair are mixed in proportion."""
+    rotations = scaling.original_max_positions * frequencies / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    plain = ((rotations - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
+    return (1 - plain) * frequencies / scaling.factor + plain * frequencies
 
 
 # Older versions of torch have no `enable_gqa`: key and value are repeated instead.
@@ -64,8 +86,8 @@ def attention(
         segments: cover all T tokens.
         kernel: "dense"; any other value uses varlen if device, dtype and D permit it, else dense.
         causal: whether a token attends only to itself and to earlier tokens.
-        window: maximum distance of attended tokens, to each side (Beltagy et al. 2020, arXiv
-            2004.05150); None: no limit.
+        window: maximum distance of attended tokens, to each side unless causal (Beltagy et al.
+            2020, arXiv 2004.05150); None: no limit.
 
     Returns:
         Shape [T, H, D].
@@ -143,7 +165,7 @@ class SelfAttention(nn.Module):
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__()
         self.shape = shape
-        self.query = nn.Linear(shape.hidden_size, shape.hidden_size, bias=shape.bias)
+        self.query = nn.Linear(shape.hidden_size, shape.width, bias=shape.bias)
         self.key = nn.Linear(shape.hidden_size, shape.kv_width, bias=shape.bias)
         self.value = nn.Linear(shape.hidden_size, shape.kv_width, bias=shape.bias)
         norm = shape.head_norm
@@ -162,8 +184,8 @@ class SelfAttention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.shape.rotary_base is not None and positions is not None:
-            query = rotate(query, positions, self.shape.rotary_base)
-            key = rotate(key, positions, self.shape.rotary_base)
+            turn = self.shape.rotary_base, self.shape.rotary_scaling
+            query, key = rotate(query, positions, *turn), rotate(key, positions, *turn)
         attended = attention(
             query,
             key,
@@ -181,7 +203,7 @@ class ProjectedAttention(SelfAttention):
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
-        self.output = nn.Linear(shape.hidden_size, shape.hidden_size, bias=shape.bias)
+        self.output = nn.Linear(shape.width, shape.hidden_size, bias=shape.output_bias)
 
     @override
     def forward(

@@ -13,9 +13,11 @@ from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.dropout import HiddenDropout
 from elastrata_workloads.unpadded.shapes import Activation, BlockShape
 
-_FUNCTIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+FUNCTIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
     "geglu": F.gelu,
     "swiglu": F.silu,
 }
@@ -29,7 +31,7 @@ class FeedForward(nn.Module):
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
         hidden, inner = shape.attention.hidden_size, shape.intermediate_size
-        self.activation = _FUNCTIONS[shape.activation]
+        self.activation = FUNCTIONS[shape.activation]
         self.gate = nn.Linear(hidden, inner, bias=shape.bias) if shape.gated else None
         self.up = nn.Linear(hidden, inner, bias=shape.bias)
         self.down = nn.Linear(inner, hidden, bias=shape.bias)

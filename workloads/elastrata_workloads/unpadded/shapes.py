@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field, model_validator
 from torch import nn
 
+from elastrata.config import Config
 from elastrata.device.capabilities import DeviceCapabilities
 
-Activation = Literal["gelu", "gelu_tanh", "geglu", "swiglu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "geglu", "swiglu"]
 Kernel = Literal["auto", "varlen", "dense"]
 
 # torch's varlen attention is flash attention, which needs Ampere or newer and half precision.
@@ -98,6 +100,33 @@ class NormShape:
         return size * (2 if self.kind == "layer" and self.bias else 1)
 
 
+Factor = Annotated[float, Field(gt=0, le=1e6)]
+
+
+class RotaryScaling(Config):
+    """Slower rotation of the slow pairs of features, for longer samples than a model began with, as
+    in Llama 3.1 (Dubey et al. 2024, arXiv 2407.21783)."""
+
+    factor: Factor
+    """Number by which the frequencies of the slowest pairs are divided."""
+    low_freq_factor: Factor = 1.0
+    """Rotations within `original_max_positions` up to which a pair is slowed by `factor`."""
+    high_freq_factor: Factor = 4.0
+    """Rotations within `original_max_positions` from which a pair is left alone; above
+    `low_freq_factor`."""
+    original_max_positions: Annotated[int, Field(gt=0, le=2**24)]
+    """Longest sample before, in tokens."""
+
+    @model_validator(mode="after")
+    def _factors_ascend(self) -> RotaryScaling:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor ({self.high_freq_factor:g}) must be above low_freq_factor "
+                f"({self.low_freq_factor:g})"
+            )
+        return self
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
     """Sizes and options of a self-attention."""
@@ -106,14 +135,19 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     """Number of key and value heads, a divisor of `num_heads`."""
+    own_head_size: int | None = None
+    """Width of a head; None: `hidden_size` / `num_heads`."""
     bias: bool
-    """Whether projections have a bias."""
+    """Whether the projections to query, key and value have a bias."""
+    output_bias: bool
+    """Whether the output's projection has a bias."""
     causal: bool
     """Whether a token attends only to itself and to earlier tokens."""
     window: int | None = None
     """Maximum distance of attended tokens, to each side; None: the whole segment."""
     rotary_base: float | None = None
     """Base of the rotary angles; None: no rotary positions."""
+    rotary_scaling: RotaryScaling | None = None
     head_norm: NormShape | None = None
     """Norm of every head's query and key; None: no norm."""
     kernel: Kernel
@@ -121,7 +155,12 @@ class AttentionShape:
     @property
     def head_size(self) -> int:
         """Width of a head."""
-        return self.hidden_size // self.num_heads
+        return self.own_head_size or self.hidden_size // self.num_heads
+
+    @property
+    def width(self) -> int:
+        """Width of the query, and of attention's result."""
+        return self.num_heads * self.head_size
 
     @property
     def kv_width(self) -> int:
@@ -155,7 +194,8 @@ class BlockShape:
         """Number of parameters in biases and norms, with one norm before each half."""
         shape, hidden = self.attention, self.attention.hidden_size
         of_heads = 2 * shape.head_norm.numbers(shape.head_size) if shape.head_norm else 0
-        of_attention = 2 * hidden + 2 * shape.kv_width if shape.bias else 0
+        of_attention = shape.width + 2 * shape.kv_width if shape.bias else 0
+        of_attention += hidden if shape.output_bias else 0
         inner = (2 if self.gated else 1) * self.intermediate_size
         of_feed_forward = hidden + inner if self.bias else 0
         return of_heads + of_attention + of_feed_forward + 2 * self.norm.numbers(hidden)

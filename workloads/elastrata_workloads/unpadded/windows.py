@@ -26,7 +26,9 @@ def sees_all(length: int, window: int | None) -> bool:
     return window is None or length <= window + 1
 
 
-def attend_within(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+def attend_within(
+    query: Tensor, key: Tensor, value: Tensor, window: int, *, causal: bool = False
+) -> Tensor:
     """Return scaled dot-product attention of every token to tokens at most `window` apart.
 
     Long samples are split into blocks of queries, each with the keys in its reach, as Longformer
@@ -37,11 +39,12 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, window: int) -> Ten
         key: shape [N, H, L, D].
         value: shape [N, H, L, D].
         window: W.
+        causal: whether a token attends only to itself and to earlier tokens.
 
     Returns:
         Shape [N, H, L, D].
     """
-    blocks = Blocks(query.shape[2], window)
+    blocks = Blocks(query.shape[2], window, causal)
     out = F.scaled_dot_product_attention(
         blocks.of_queries(query),
         blocks.of_keys(key),
@@ -57,6 +60,7 @@ class Blocks:
 
     length: int
     window: int
+    causal: bool
 
     @property
     def is_one(self) -> bool:
@@ -113,6 +117,8 @@ class Blocks:
         rows = torch.arange(width, device=like.device)[:, None]
         columns = torch.arange(first, first + span, device=like.device)
         near = (rows - columns).abs() <= self.window
+        if self.causal:
+            near = near & (columns <= rows)
         if not self.is_one:
             starts = torch.arange(self.count, device=like.device)[:, None, None] * self.window
             keys = starts + columns
@@ -151,8 +157,8 @@ def attend_by_runs(
         value: shape [T, K, D].
         lengths: lengths of the G segments.
         causal: whether a token attends only to itself and to earlier tokens.
-        window: maximum distance of attended tokens, to each side; None: no limit. Requires
-            `causal=False` and K = H.
+        window: maximum distance of attended tokens, to each side unless causal; None: no limit.
+            Requires K = H.
 
     Returns:
         Shape [T, H, D].
@@ -164,7 +170,7 @@ def attend_by_runs(
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if window is None or sees_all(q.shape[2], window):
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-        return attend_within(q, k, v, window)
+        return attend_within(q, k, v, window, causal=causal)
 
     return _concatenate_runs([attend(*run) for run in _split_runs(lengths, query, key, value)])
 
@@ -198,7 +204,7 @@ def _forward(
     if window is None or sees_all(query.shape[2], window):
         out, sums = kernel(query, key, value, is_causal=causal)
         return out, sums
-    blocks, samples = Blocks(query.shape[2], window), query.shape[:2]
+    blocks, samples = Blocks(query.shape[2], window, causal), query.shape[:2]
     parts = (blocks.of_queries(query), blocks.of_keys(key), blocks.of_keys(value))
     out, sums = kernel(*parts, attn_mask=_as_four_dims(blocks.mask(query)))
     return blocks.whole(out, samples), blocks.whole(sums, samples)
@@ -244,7 +250,7 @@ def _gradients(
     if window is None or sees_all(query.shape[2], window):
         of_query, of_key, of_value = kernel(gradient, query, key, value, out, sums, 0.0, causal)
         return of_query, of_key, of_value
-    blocks, samples = Blocks(query.shape[2], window), query.shape[:2]
+    blocks, samples = Blocks(query.shape[2], window, causal), query.shape[:2]
     of_query, of_key, of_value = kernel(
         blocks.of_queries(gradient),
         blocks.of_queries(query),

@@ -49,16 +49,15 @@ def check_divides(name: str, value: int, of: str, total: int) -> None:
         )
 
 
-def check_head_is_even(hidden_size: int, num_heads: int) -> None:
+def check_head_is_even(head_size: int, name: str = "hidden_size / num_heads") -> None:
     """Check that heads have an even number of features, which rotary positions need.
 
     Raises:
         ValueError: they have an odd number.
     """
-    if (hidden_size // num_heads) % 2:
+    if head_size % 2:
         raise ValueError(
-            f"hidden_size / num_heads ({hidden_size // num_heads}) must be even with rotary "
-            "positions, which turn features in pairs"
+            f"{name} ({head_size}) must be even with rotary positions, which turn features in pairs"
         )
 
 
@@ -122,9 +121,22 @@ class UnpaddedTransformer(PlannableWorkload, TensorParallel, PipelineParallel, H
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        check_divides("num_heads", self.num_heads, "hidden_size", self.hidden_size)
+        self.check_heads()
         check_weights(self.num_layers, self.hidden_size, self.intermediate_size)
         return self
+
+    def check_heads(self) -> None:
+        """Check that heads have a whole number of features.
+
+        Raises:
+            ValueError: they have not.
+        """
+        check_divides("num_heads", self.num_heads, "hidden_size", self.hidden_size)
+
+    @property
+    def head_width(self) -> int:
+        """Number of features of a head."""
+        return self.hidden_size // self.num_heads
 
     @property
     @abstractmethod
@@ -175,14 +187,12 @@ class UnpaddedTransformer(PlannableWorkload, TensorParallel, PipelineParallel, H
     @override
     def substitutions(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
         """Return one line if `attention` requests a kernel that is unavailable."""
-        head_size = self.hidden_size // self.num_heads
-        return kernel_substitutions(self.attention, capabilities, dtype, head_size)
+        return kernel_substitutions(self.attention, capabilities, dtype, self.head_width)
 
     @override
     def interrupts_graphs(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> bool:
         """Return whether attention breaks compiled graphs: if it is dense, on a GPU."""
-        head_size = self.hidden_size // self.num_heads
-        return interrupts_graphs(self.attention, capabilities.capability, dtype, head_size)
+        return interrupts_graphs(self.attention, capabilities.capability, dtype, self.head_width)
 
     @override
     def blocks(self, model: nn.Module) -> list[nn.Module]:
