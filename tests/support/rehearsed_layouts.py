@@ -10,8 +10,12 @@ a diff. They are written anew by
 from __future__ import annotations
 
 import json
+import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 
 from elastrata.rehearsal.ledger import RankFigures
@@ -110,7 +114,23 @@ def _rehearse(asked: Request, rank: int) -> RankFigures:
     from elastrata.rehearsal.rank import rehearse_rank
     from elastrata.rehearsal.rehearse import read_task
 
-    return rehearse_rank(read_task(asked), rank)
+    with _no_warnings():
+        return rehearse_rank(read_task(asked), rank)
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """PyTorch warns of nothing, such as of a norm that is reduced in the slower of two ways."""
+    log = StringIO()
+    handler = logging.StreamHandler(log)
+    handler.setLevel(logging.WARNING)
+    # The one that DTensor's and FSDP2's loggers pass their lines to.
+    logging.getLogger("torch.distributed").addHandler(handler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    texts = [log.getvalue(), *(str(warning.message) for warning in caught)]
+    assert not any(texts), texts
 
 
 FOLDER = Path(__file__).parents[1] / "ledgers"
@@ -156,4 +176,7 @@ def _write(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    _write(sys.argv[1:])
+    # By the name under which the processes of rehearsals find the function.
+    from support import rehearsed_layouts
+
+    rehearsed_layouts._write(sys.argv[1:])

@@ -65,11 +65,30 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 
     Collective over the mesh that shards them; all ranks return the same value.
     """
-    if not gradients or gradients[0].device.type != "cpu":
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if not gradients:
+        return torch.zeros(())
+    if gradients[0].device.type != "cpu":
+        return _norm_on_device(gradients)
     # A CPU needs the sums of `tensor_norm`, as PyTorch's lose accuracy.
     return gradient_norms([gradients])[0].float()
+
+
+def _norm_on_device(gradients: Sequence[Tensor]) -> Tensor:
+    # DTensor would reduce a norm over one axis after the other, and warn of that.
+    shards: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for gradient in gradients:
+        shards.setdefault(_groups(gradient), []).append(local(gradient))
+    squares = {
+        groups: torch.nn.utils.get_total_norm(parts, foreach=True).square()
+        for groups, parts in shards.items()
+    }
+    # The innermost axis first, whose sum joins those that are sharded over the outer axes only: one
+    # message for each axis.
+    while groups := max(squares, key=len):
+        square = squares.pop(groups)
+        dist.all_reduce(square, group=groups[-1])
+        squares[groups[:-1]] = squares.get(groups[:-1], 0) + square
+    return squares[()].sqrt()
 
 
 def gradient_norms(buckets: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -194,7 +213,7 @@ def _groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(
         gradient.device_mesh.get_group(axis)
         for axis, placement in enumerate(gradient.placements)
-        if not isinstance(placement, Replicate)
+        if not isinstance(placement, Replicate) and gradient.device_mesh.size(axis) > 1
     )
 
 
