@@ -185,6 +185,18 @@ def test_pruning_keeps_every_nth_step_and_of_a_repeated_one_the_newest(storage: 
     assert steps(storage) == [9, 8, 7, 4, 2], "7: the save of step 6 came late"
 
 
+def test_one_stem_with_several_lengths_keeps_the_named_steps(storage: Storage) -> None:
+    """Pruned after every save, as a run does it, far beyond `keep_last`."""
+    for step in range(5, 300, 5):
+        put(storage, step)
+        prune(storage, keep_last=20, keep_best=False, keep_every=100, keep_steps=(15, 60, 400))
+    assert steps(storage) == [*range(295, 195, -5), 100, 60, 15]
+    put(storage, 405)  # the save of step 400 came late
+    put(storage, 410)
+    prune(storage, keep_last=1, keep_best=False, keep_steps=(400,))
+    assert steps(storage) == [410, 405]
+
+
 def test_pruning_removes_what_dead_attempts_left_and_nothing_that_may_be_in_work(
     storage: Storage,
 ) -> None:

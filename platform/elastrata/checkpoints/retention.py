@@ -26,6 +26,10 @@ class CheckpointConfig(Config):
     keep_every: Annotated[int, Field(gt=0, le=10**9)] | None = None
     """Also keep the first checkpoint at or after each multiple of this many steps, for forks and
     averages. A multiple of `every`. Default: none."""
+    keep_steps: Annotated[
+        tuple[Annotated[int, Field(gt=0, le=10**12)], ...], Field(max_length=10_000)
+    ] = ()
+    """Also keep the first checkpoint at or after each of these steps, multiples of `every`."""
     hot_steps: Annotated[int, Field(ge=0, le=10**9)] = 20
     """Maximum steps lost with a worker; 0: no in-memory checkpoints. They are made twice in this
     many steps, on GPUs more often if cheap. If one is over 5 s late, the next is skipped, which
@@ -48,6 +52,7 @@ def prune(
     keep_last: int,
     keep_best: bool,
     keep_every: int | None = None,
+    keep_steps: Sequence[int] = (),
     before_removal: Callable[[Sequence[str]], None] = lambda _: None,
 ) -> list[Commit]:
     """Remove old commits, and unfinished folders that are older than the newest commit.
@@ -61,6 +66,7 @@ def prune(
         keep_best: whether to keep the commit with the smallest evaluation loss, too.
         keep_every: also keep the first commit at or after each multiple of this many steps, as a
             slow save delays the next one; None: none.
+        keep_steps: also keep the first commit at or after each of these steps.
         before_removal: called with the folders to remove, if any; nothing is removed if it raises.
 
     Returns:
@@ -73,9 +79,11 @@ def prune(
     # It may be among the newest already, so `kept` may hold it twice.
     if keep_best and (best := best_commit(found)):
         kept.append(best)
+    # Of a step that was repeated after a fault, the newest commit.
+    by_step = {commit.step: commit for commit in reversed(found)}
+    for wanted in keep_steps:
+        kept += [by_step[step] for step in sorted(by_step) if step >= wanted][:1]
     if keep_every:
-        # Of a step that was repeated after a fault, the newest commit.
-        by_step = {commit.step: commit for commit in reversed(found)}
         first = {step // keep_every: by_step[step] for step in sorted(by_step, reverse=True)}
         kept += [commit for interval, commit in first.items() if interval]
     names = [str(name) for name in list_folders(storage)]

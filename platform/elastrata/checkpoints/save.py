@@ -47,6 +47,7 @@ class DurableSaver:
         keep_last: number of newest commits to keep.
         keep_best: whether to keep the commit with the smallest evaluation loss, too.
         keep_every: see `prune`.
+        keep_steps: see `prune`.
         attempt: number of this group of workers, equal on all ranks and larger than that of any
             commit in `storage`. Default: found by a listing.
         lean: save cheaply what is short-lived: tensors as raw bytes, which other tools cannot read,
@@ -69,6 +70,7 @@ class DurableSaver:
         keep_last: int,
         keep_best: bool,
         keep_every: int | None = None,
+        keep_steps: Sequence[int] = (),
         attempt: int | None = None,
         lean: bool = False,
         stager: Stager | None = None,
@@ -83,7 +85,7 @@ class DurableSaver:
         self._storage = storage
         self._keep_last = keep_last
         self._keep_best = keep_best
-        self._keep_every = keep_every
+        self._keep_every, self._keep_steps = keep_every, keep_steps
         self._writer = RawWriter if lean else CommitWriter
         self._what = what
         self._warn = warn
@@ -207,6 +209,7 @@ class DurableSaver:
                 keep_last=self._keep_last,
                 keep_best=self._keep_best,
                 keep_every=self._keep_every,
+                keep_steps=self._keep_steps,
                 before_removal=self._before_removal,
             )
             for commit in removed:

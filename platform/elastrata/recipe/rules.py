@@ -35,12 +35,17 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
 
 def _checkpoint_problems(recipe: Recipe) -> Iterator[Problem]:
     config = recipe.checkpoint
-    if config.keep_every and config.keep_every % config.every:
-        yield (
-            ("checkpoint", "keep_every"),
-            f"checkpoint.keep_every: {config.keep_every}: expected a multiple of checkpoint.every "
-            f"({config.every})",
-        )
+    wanted = [
+        ("keep_every", config.keep_every or 0),
+        *(("keep_steps", n) for n in config.keep_steps),
+    ]
+    for key, steps in wanted:
+        if steps % config.every:
+            yield (
+                ("checkpoint", key),
+                f"checkpoint.{key}: {steps}: expected a multiple of checkpoint.every "
+                f"({config.every})",
+            )
 
 
 def _phase_problems(recipe: Recipe) -> Iterator[Problem]:

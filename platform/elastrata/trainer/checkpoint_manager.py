@@ -73,6 +73,7 @@ class CheckpointManager:
             keep_last=config.keep_last,
             keep_best=config.keep_best,
             keep_every=config.keep_every,
+            keep_steps=config.keep_steps,
             warn=self._save_failed,
             on_commit=self._committed,
             before_removal=reporter.before_removal,
