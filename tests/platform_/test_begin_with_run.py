@@ -21,7 +21,7 @@ from elastrata.cli.main import run as run_here
 from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.folder import read_identity
+from elastrata.run.folder import read_identity, read_resumed_recipe
 from elastrata.sweeps.trial import LoneTrial
 from elastrata.trainer.initial_weights import find_parent
 from elastrata.trainer.preflight import find_training_data
@@ -31,7 +31,8 @@ from elastrata_pipelines.storage import Storage
 from support.begin_ranks import Begun, first_losses, optimizer_states
 from support.lone_run import lone_run
 from support.ranks import run_fresh_ranks, run_ranks
-from support.synthetic import MODERNBERT, tiny_recipe
+from support.synthetic import MODERNBERT, VOCABULARY, tiny_recipe
+from support.their_models import WORKLOADS, save_theirs
 
 BERT = {"name": "bert", "hidden_size": 32, "num_layers": 2, "num_heads": 2}
 GPT = {"name": "gpt", "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_positions": 48}
@@ -332,6 +333,22 @@ def test_a_recipe_that_names_no_model_has_the_runs(folder: Path, parent: Path) -
     )
     with pytest.raises(UserError, match=r"on\.yaml: begin_with\.weights: runs/none: "):
         load_recipe(str(folder / "on.yaml"))
+
+
+def test_rows_without_an_id_are_kept_from_run_to_run(
+    folder: Path, parent: Path, tmp_path: Path
+) -> None:
+    gpt2 = WORKLOADS["gpt2"]
+    save_theirs("gpt2", tmp_path / "padded", num_ids=VOCABULARY + 7)
+    first = lone_run(folder, "padded", workload=gpt2, begin_with=str(tmp_path / "padded"))
+    assert read_resumed_recipe(Storage(str(first))).workload.vocab_size == VOCABULARY + 7
+    # The recipe that began the run continues it, although it does not have the number of rows.
+    assert lone_run(folder, "padded", workload=gpt2, begin_with=str(tmp_path / "padded")) == first
+    begun = _begun(folder, str(first), workload=gpt2)
+    assert begun.recipe.workload.vocab_size == VOCABULARY + 7
+    assert begun.weights()["embeddings.tokens.weight"].shape[0] == VOCABULARY + 7
+    with lone_group(torch.device("cpu")):
+        assert begun.loss() == pytest.approx(_evaluations(first)[4], rel=1e-6)
 
 
 def test_weights_that_are_no_numbers_are_named(folder: Path) -> None:
