@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Callable
-from contextlib import closing
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -18,8 +20,10 @@ from elastrata.tracking.store import (
     experiment_of,
     open_client,
 )
+from elastrata_pipelines import waits
 from elastrata_pipelines.errors import UserError
 from support.command import wait_until
+from support.deaf_servers import Serve, deaf_server, drip, fail, say_nothing
 from support.empty_store import put_empty_store
 from support.forks import fork, forks
 
@@ -200,3 +204,110 @@ def test_runs_that_begin_together_record_in_one(tmp_path: Path, is_half: bool) -
     assert [process.exitcode for process in processes] == [0] * RUNS
     assert recorded(path) == RUNS
     assert len([*tmp_path.glob("*.half-made*")]) == is_half
+
+
+HOLD = """
+import sqlite3, sys
+database = sqlite3.connect(sys.argv[1], isolation_level=None)
+database.execute("BEGIN EXCLUSIVE")
+print("held", flush=True)
+sys.stdin.readline()
+database.execute("COMMIT")
+"""
+
+
+@contextmanager
+def held_by_another_process(path: Path) -> Iterator[Callable[[], None]]:
+    """Another process holds the database's lock; yields what makes it let go."""
+    command = [sys.executable, "-c", HOLD, str(path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
+    ) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        stdin = holder.stdin
+        try:
+            yield stdin.close
+        finally:
+            if not stdin.closed:
+                stdin.close()
+
+
+def test_a_start_waits_for_the_lock_of_another_process(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is let go when its wait has been reported."""
+    reported = []
+    monkeypatch.setattr(waits, "REPORT_SECONDS", 0.0)
+    with held_by_another_process(path) as let_go:
+
+        def report(what: str) -> None:
+            reported.append(what)
+            let_go()
+
+        monkeypatch.setattr(waits, "report", report)
+        with open_client(f"sqlite:///{path}") as client:
+            assert client.create_experiment("another")
+    assert reported[0] == f"the database {path}"
+
+
+@pytest.mark.matrix  # SQLAlchemy waits for five seconds first
+def test_each_call_of_a_client_waits_for_the_lock(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_client(f"sqlite:///{path}") as client, held_by_another_process(path) as let_go:
+        monkeypatch.setattr(waits, "REPORT_SECONDS", 6.0)  # after SQLAlchemy's own five seconds
+        monkeypatch.setattr(waits, "report", lambda what: let_go())
+        run = client.create_run("0", run_name="one")
+    assert [found.info.run_id for found in client.search_runs(["0"])] == [run.info.run_id]
+
+
+def test_a_lock_that_is_never_let_go_ends_a_start_with_one_line(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "SECONDS_FOR_A_LOCK", 0.0)
+    monkeypatch.setattr(store, "_SECONDS_TO_WAIT", 0.0)
+    with held_by_another_process(path), pytest.raises(UserError) as error:
+        check_store(f"sqlite:///{path}")
+    line = f"tracking.uri: sqlite:///{path}: cannot be reached (database is locked)"
+    assert error.value.problems == (line,)
+
+
+def test_a_reader_and_a_writer_do_not_wait_for_each_other(path: Path) -> None:
+    """A database that an earlier version made gets a write-ahead log, too."""
+    execute(path, "PRAGMA journal_mode=DELETE")
+    with open_client(f"sqlite:///{path}") as client, closing(sqlite3.connect(path)) as reader:
+        assert reader.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        reader.execute("BEGIN")
+        before = reader.execute("SELECT count(*) FROM experiments").fetchone()
+        client.create_experiment("another")
+        assert reader.execute("SELECT count(*) FROM experiments").fetchone() == before
+
+
+def test_a_database_on_a_file_system_of_several_machines_has_no_shared_memory(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute(path, "PRAGMA journal_mode=DELETE")
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"disk / ext4 rw 0 0\nserver:/ {path.parent} nfs4 rw 0 0\n", "utf-8")
+    monkeypatch.setattr(store, "_MOUNTS", mounts)
+    with open_client(f"sqlite:///{path}"), closing(sqlite3.connect(path)) as database:
+        assert database.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+@pytest.mark.parametrize("serve", [say_nothing, drip, fail])
+def test_a_tracking_server_that_does_not_answer(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "READ_SECONDS", 0.5)
+    reported: list[str] = []
+    monkeypatch.setattr(waits, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(waits, "report", reported.append)
+    with deaf_server(serve) as port:
+        uri = f"http://127.0.0.1:{port}"
+        with pytest.raises(UserError) as error:
+            check_store(uri)
+    (line,) = error.value.problems
+    assert line.startswith(f"tracking.uri: {uri}: cannot be reached (")
+    assert uri in reported

@@ -7,26 +7,36 @@ left is moved aside if it holds no records, and refused otherwise.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import glob
 import logging
 import os
 import re
-import socket
 import sqlite3
 import tempfile
 import uuid
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
+
+from tenacity import Retrying, retry_if_exception
+from tenacity.stop import stop_after_delay
+from tenacity.wait import wait_fixed
 
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, hide_unrecorded_parts
+from elastrata_pipelines.waits import (
+    READ_SECONDS,
+    call_within,
+    check_answers,
+    check_port,
+    waiting_for,
+)
 
 _log = logging.getLogger(__name__)
 _VERSION, _EXPERIMENTS = "alembic_version", "experiments"
@@ -36,7 +46,15 @@ _FILLED = {_VERSION, _EXPERIMENTS, "workspaces"}
 """Tables into which MLflow inserts rows when it creates a database."""
 _NEW = ".new"
 _SIDE_FILES = ("-journal", "-wal", "-shm")
-_SECONDS_TO_WAIT = 5.0
+_SECONDS_BETWEEN_TRIES = 0.2
+Result = TypeVar("Result")
+_SECONDS_TO_WAIT = 1.0
+"""SQLite's own wait for a lock, in which no signal is handled."""
+SECONDS_FOR_A_LOCK = 300.0
+"""Time to wait while another process holds the lock of a database."""
+_WITH_SHARED_MEMORY = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs"}
+"""File systems of one machine."""
+_MOUNTS = Path("/proc/self/mounts")
 _AGAIN = "restore a copy of it, or move it away: the next run makes a new one"
 
 
@@ -147,7 +165,7 @@ def _move_aside(path: Path) -> None:
 @contextmanager
 def _open_locked(path: Path) -> Iterator[sqlite3.Connection]:
     """Open a database with a write lock."""
-    with contextlib.closing(sqlite3.connect(path, timeout=_SECONDS_TO_WAIT)) as database:
+    with closing(sqlite3.connect(path, timeout=_SECONDS_TO_WAIT)) as database:
         # Taking the write lock rolls back the transaction of a killed process.
         database.execute("BEGIN IMMEDIATE")
         yield database
@@ -195,7 +213,7 @@ def _delete_database(path: Path) -> None:
 
 
 _DATABASES = ("postgresql", "mysql", "mssql")
-_SECONDS_TO_ANSWER = 5.0
+_PORTS = {"mysql": 3306, "mssql": 1433}
 _SQLITE = "sqlite:///"
 
 
@@ -245,13 +263,16 @@ def check_reachable(uri: str) -> None:
     path = sqlite_path(uri)
     try:
         if path is not None:
-            _check_sqlite(path)
+            wait_for_lock(path, lambda: _check_sqlite(path))
         else:
             parts = urlsplit(uri)
-            # A plain connection, because MLflow itself would retry for minutes.
-            port = parts.port or {"http": 80, "https": 443, "mysql": 3306}.get(parts.scheme, 5432)
-            host = parts.hostname or "localhost"
-            socket.create_connection((host, port), _SECONDS_TO_ANSWER).close()
+            scheme = parts.scheme.split("+")[0]
+            # MLflow itself would retry for minutes.
+            if scheme in ("http", "https"):
+                check_answers(f"{scheme}://{parts.netloc.rpartition('@')[2]}/health")
+            else:
+                port = parts.port or _PORTS.get(scheme, 5432)
+                check_port(parts.hostname or "localhost", port)
     except UserError as error:
         raise UserError(*(f"tracking.uri: {line}" for line in error.problems)) from None
     except (OSError, sqlite3.Error) as error:
@@ -314,7 +335,10 @@ def create_client(uri: str) -> Any:
             # MLflow uses deprecated features of SQLAlchemy, which a user cannot change.
             warnings.simplefilter("ignore", DeprecationWarning)
             if path := sqlite_path(uri):
-                ensure_database(path)
+                wait_for_lock(path, lambda: ensure_database(path))
+                _let_readers_write(path)
+                make = partial(MlflowClient, tracking_uri=uri, registry_uri=uri)
+                return _PatientClient(wait_for_lock(path, make), path)
             return MlflowClient(tracking_uri=uri, registry_uri=uri)
     except UserError as error:
         raise UserError(*(f"tracking.uri: {line}" for line in error.problems)) from None
@@ -322,6 +346,53 @@ def create_client(uri: str) -> Any:
         raise UserError(
             f"tracking.uri: {redact_uri(uri)}: cannot be used: {_reason(error)}"
         ) from error
+
+
+class _PatientClient:
+    """MLflow's client of a SQLite database, whose calls wait for the lock of another process."""
+
+    def __init__(self, client: Any, path: Path) -> None:
+        self._client, self._path = client, path
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self._client, name)
+        if not callable(member):
+            return member
+        # Each call is one transaction, so one that was refused has changed nothing.
+        return lambda *args, **kwargs: wait_for_lock(self._path, lambda: member(*args, **kwargs))
+
+
+def wait_for_lock(path: Path, call: Callable[[], Result]) -> Result:
+    """Call a function, and repeat the call while another process holds a database's lock.
+
+    Raises:
+        Exception: any other error of the function, or that of the lock after five minutes.
+    """
+    with waiting_for(f"the database {path}"):
+        return Retrying(
+            retry=retry_if_exception(_is_locked),
+            wait=wait_fixed(_SECONDS_BETWEEN_TRIES),
+            stop=stop_after_delay(SECONDS_FOR_A_LOCK),
+            reraise=True,
+        )(call)
+
+
+def _is_locked(error: BaseException) -> bool:
+    # MLflow wraps the error of SQLAlchemy, which wraps SQLite's.
+    return isinstance(error, BlockingIOError) or "database is locked" in str(error)
+
+
+def _let_readers_write(path: Path) -> None:
+    """Set the database's write-ahead log, with which readers and a writer do not wait for each
+    other."""
+    # Its index is shared memory, which processes of several machines do not have.
+    mounts = [line.split() for line in _MOUNTS.read_text(encoding="utf-8").splitlines()]
+    above = [mount for mount in mounts if path.resolve().is_relative_to(mount[1])]
+    if not above or max(above, key=lambda mount: len(mount[1]))[2] not in _WITH_SHARED_MEMORY:
+        return
+    # Another process may use the database now; a later run sets it.
+    with suppress(sqlite3.OperationalError), closing(sqlite3.connect(path, timeout=0)) as database:
+        database.execute("PRAGMA journal_mode=WAL")
 
 
 @contextmanager
@@ -334,6 +405,7 @@ def open_client(uri: str) -> Iterator[Any]:
     check_reachable(uri)
     client = create_client(uri)
     try:
+        _check_mlflow(client, uri)
         yield client
     except UserError:
         raise
@@ -352,7 +424,7 @@ def lock_store(uri: str) -> Iterator[None]:
         return
     # Several processes that create one SQLite store at the same time leave a broken one.
     with open(f"{path}.lock", "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        wait_for_lock(path, lambda: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB))
         yield
 
 
@@ -366,13 +438,21 @@ def check_store(uri: str) -> None:
     if sqlite_path(uri) is not None:
         return
     try:
-        create_client(uri).search_experiments(max_results=1)
+        _check_mlflow(create_client(uri), uri)
     except UserError:
         raise
     except Exception as error:  # errors of SQLAlchemy, requests and drivers pass through MLflow
         raise UserError(
             f"tracking.uri: {redact_uri(uri)}: no MLflow answers there ({_reason(error)})"
         ) from error
+
+
+def _check_mlflow(client: Any, uri: str) -> None:
+    """Ask a remote store one small question."""
+    if sqlite_path(uri) is None:
+        # Drivers of databases wait for ever for one that accepts connections and says nothing.
+        seconds = max(READ_SECONDS, float(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]))
+        call_within(seconds, redact_uri(uri), lambda: client.search_experiments(max_results=1))
 
 
 def _reason(error: Exception) -> str:
