@@ -28,6 +28,7 @@ from elastrata.trainer.build_model import (
     build_masks,
     missing_features,
     probe_capabilities,
+    settle,
 )
 from elastrata.trainer.trainer import build_loop
 from elastrata_pipelines.batches import Start
@@ -147,6 +148,7 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
     # A run divides the cores among the workers of a machine; here one process has all of them.
     torch.set_num_threads(recipe.workers.threads or len(os.sched_getaffinity(0)))
     device, workload = current_device(), recipe.workload
+    recipe = settle(recipe, device)
     # The schedule must cover all measured steps, however few the recipe has.
     extended_recipe = recipe.model_copy(
         update={"steps": max(recipe.steps or 0, len(samples.steps)), "phases": ()}

@@ -74,7 +74,7 @@ def find_name_problems(recipe: Recipe, gpus: float) -> list[str]:
         UserError: the speeds cannot be measured.
     """
     speeds = recipe.workers.speeds
-    if gpus and recipe.compile and speeds == "measured":
+    if gpus and recipe.compile is True and speeds == "measured":
         raise UserError(
             "workers.speeds: measured: expected compile: false on GPUs, because times are measured "
             "at block boundaries; or equal, or factors"

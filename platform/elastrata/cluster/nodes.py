@@ -14,7 +14,7 @@ from ray.util.placement_group import NODE_ID_LABEL_KEY
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastrata.cluster.ray_internals import draining_nodes, is_infeasible
-from elastrata.device.capabilities import CudaFault, find_cuda_fault
+from elastrata.device.capabilities import GpuSupport, probe_gpus
 
 # Long enough for one lost packet, which is sent again after a second.
 _SECONDS_TO_CONNECT = 3.0
@@ -100,12 +100,12 @@ def autoscaler_refuses() -> bool:
         return False
 
 
-def cuda_faults() -> dict[str, CudaFault]:
-    """Return why PyTorch cannot train on GPUs, by the address of each node with GPUs where it
-    cannot. Nodes that do not answer in time are left out."""
+def probe_gpu_nodes() -> dict[str, GpuSupport]:
+    """Return what PyTorch can do with the GPUs of each node that has any, by its address. Nodes
+    that do not answer in time are left out."""
     nodes = [node for node in list_nodes() if node["Alive"] and node["Resources"].get("GPU")]
     calls = {
-        _find_cuda_fault.options(
+        _probe_gpus.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote(): node["NodeManagerAddress"]
         for node in nodes
@@ -113,16 +113,16 @@ def cuda_faults() -> dict[str, CudaFault]:
     if not calls:
         return {}
     done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_SECONDS_TO_IMPORT_TORCH)
-    faults: dict[str, CudaFault | None] = {}
+    found: dict[str, GpuSupport] = {}
     for call in done:
         with contextlib.suppress(ray.exceptions.RayError):
-            faults[calls[call]] = ray.get(call)
-    return {address: fault for address, fault in sorted(faults.items()) if fault}
+            found[calls[call]] = ray.get(call)
+    return dict(sorted(found.items()))
 
 
 # Claims no CPU or GPU, as another run may have claimed all.
 @ray.remote(num_cpus=0, max_calls=1)
-def _find_cuda_fault() -> CudaFault | None:
+def _probe_gpus() -> GpuSupport:
     # Ray hides the GPUs from tasks that claim none. `max_calls`: no other task gets this process.
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    return find_cuda_fault()
+    return probe_gpus()

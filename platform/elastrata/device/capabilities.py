@@ -160,6 +160,28 @@ def find_cuda_fault() -> CudaFault | None:
     return None
 
 
+@dataclass(frozen=True)
+class GpuSupport:
+    """What PyTorch can do with the GPUs of a machine."""
+
+    fault: CudaFault | None
+    """Why it cannot train on them; None if it can."""
+    has_bf16: bool = False
+    """Whether all have instructions for products in bf16."""
+    can_compile: bool = False
+    """Whether torch.compile finds a compiler."""
+
+
+def probe_gpus() -> GpuSupport:
+    """Return what PyTorch can do with the GPUs that this process sees."""
+    if fault := find_cuda_fault():
+        return GpuSupport(fault)
+    found = [capabilities(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
+    return GpuSupport(
+        None, all(one.has_bf16 for one in found), all(one.can_compile for one in found)
+    )
+
+
 def device_name(device: torch.device) -> str:
     """Return the GPU's name, or "CPU" with PyTorch's number of threads."""
     if device.type == "cuda":

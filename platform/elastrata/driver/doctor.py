@@ -238,7 +238,7 @@ def _run_tasks(address: str, niceness: list[int], faults: dict[str, CudaFault]) 
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from elastrata.cluster.nodes import cuda_faults
+        from elastrata.cluster.nodes import probe_gpu_nodes
 
         task = ray.remote(lambda: os.nice(0))
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
@@ -246,7 +246,8 @@ def _run_tasks(address: str, niceness: list[int], faults: dict[str, CudaFault]) 
         # Without CPUs, so that a busy cluster runs the tasks, too.
         refs = [task.options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
         niceness.extend(ray.get(refs, timeout=_SECONDS_FOR_A_TASK))
-        faults.update(cuda_faults())
+        support = probe_gpu_nodes()
+        faults.update({node: one.fault for node, one in support.items() if one.fault})
     if address == "local":
         return "a local cluster starts, runs a task and stops"
     return f"{address} answers and runs a task on each of {pluralize(len(nodes), 'node')}"

@@ -13,7 +13,8 @@ import ray
 from elastrata.checkpoints.commit import Commit, list_commits
 from elastrata.cluster.channel import open_channel
 from elastrata.cluster.node_speeds import find_name_problems
-from elastrata.cluster.nodes import cuda_faults, has_autoscaler
+from elastrata.cluster.nodes import has_autoscaler, probe_gpu_nodes
+from elastrata.device.capabilities import GpuSupport
 from elastrata.driver.driver import RunDriver, is_finished, request_stop
 from elastrata.driver.interrupt import Interrupt
 from elastrata.driver.model_inspection import num_parameters
@@ -38,6 +39,7 @@ from elastrata.run.folder import (
     RunIdentity,
     check_same_run,
     read_identity,
+    read_recipe,
     write_identity,
 )
 from elastrata.run.goodput import time_to_target
@@ -135,8 +137,12 @@ def train(
             stopwatch.end_phase("ray")
             resources = _cluster_resources()
             gpus = gpus_per_worker(recipe, resources)
-            if gpus and (problems := cuda_problems(gpus, cuda_faults())):
+            support = probe_gpu_nodes() if gpus else {}
+            if problems := cuda_problems(gpus, support):
                 raise UserError(*problems)
+            recipe, chosen = settle_for_cluster(
+                recipe, gpus, support, read_recipe(run, identity) if identity else None
+            )
             problems = cluster_problems(recipe, gpus, resources)
             problems += find_name_problems(recipe, gpus)
             if problems:
@@ -149,7 +155,7 @@ def train(
             channel = open_channel()
             tracker = _open_record(recipe, name, run, identity, data, parent, record, show)
             stopwatch.end_phase("record")
-            show(Launched(seconds=stopwatch.seconds))
+            show(Launched(seconds=stopwatch.seconds, chosen=chosen))
             driver = RunDriver(recipe, run, data, tracker, channel, interrupt, gpus, show, parent)
             # From here on Ctrl-C saves a checkpoint first.
             with interrupt.heard(lambda name: _ask_to_stop(channel, show, name)):
@@ -170,6 +176,39 @@ def gpus_per_worker(recipe: Recipe, resources: Mapping[str, float]) -> float:
             "expected a number, 0 for CPUs"
         )
     return recipe.workers.gpus_each(resources.get("GPU", 0.0))
+
+
+def settle_for_cluster(
+    recipe: Recipe, gpus: float, support: Mapping[str, GpuSupport], before: Recipe | None
+) -> tuple[Recipe, str]:
+    """Return the recipe with values in place of `auto` for precision and compilation, and a line
+    that names them; an empty line if neither is `auto`.
+
+    Args:
+        recipe: the recipe to train.
+        gpus: GPUs per worker.
+        support: what PyTorch can do with the GPUs of each node that is there. Nodes that are yet to
+            come are assumed to have what most have.
+        before: the recipe with which the run was last continued; None for a new run.
+    """
+    found = recipe.on_device(
+        is_gpu=gpus > 0,
+        has_bf16=all(one.has_bf16 for one in support.values()),
+        can_compile=all(one.can_compile for one in support.values()),
+    )
+    where = "GPUs" if gpus else "CPUs"
+    parts = []
+    if recipe.precision == "auto":
+        usual, kept = found.used_precision, before.precision if before else "auto"
+        if kept in ("auto", usual):
+            parts.append(f"precision {usual}")
+        else:
+            # Another precision would make it another run.
+            found = found.model_copy(update={"precision": kept})
+            parts.append(f"precision {kept}, as the run began ({usual} for a new run)")
+    if recipe.compile == "auto":
+        parts.append(f"compile {str(found.compile).lower()}")
+    return found, f"auto on {where}: {', '.join(parts)}" if parts else ""
 
 
 def with_workers(recipe: Recipe, gpus: float, resources: Mapping[str, float]) -> Recipe:

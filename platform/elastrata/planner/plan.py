@@ -322,8 +322,9 @@ def build_machine(recipe: Recipe, cluster: Cluster) -> Machine:
     """Return the cluster's device with this engine as the training system, in the recipe's
     precision."""
     is_cpu = cluster.device.name == "CPU"
+    recipe = recipe.on_device(is_gpu=not is_cpu, has_bf16=cluster.device.peak.dtype == "bf16")
     stack = engine_stack(
-        recipe.precision, recipe.parallel.reduce_dtype, averages=recipe.average is not None
+        recipe.used_precision, recipe.parallel.reduce_dtype, averages=recipe.average is not None
     )
     stack = replace(stack, has_second_moments=recipe.optimizer.has_second_moments)
     return Machine(cluster.device, CPU if is_cpu else GPU, stack)

@@ -347,15 +347,17 @@ class Recipe(PhaseKeys):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action if the loss or gradient is NaN or infinite. stop: end the run. skip: leave the batch
     out and record it in the history."""
-    precision: Precision = "fp32"
+    precision: Precision | Literal["auto"] = "fp32"
     """Precision of the computation. bf16: gather and use parameters in bfloat16, but store and
-    update them in fp32."""
+    update them in fp32. auto: bf16 on GPUs that have it, else fp32; a run keeps what it began with.
+    Matrix products in fp32 use TF32 on GPUs."""
     activation_checkpointing: Recomputation | Literal["auto"] = "none"
     """Recomputation in the backward pass; results are the same. full: blocks keep only their
     inputs, for the least memory. selective: they also keep the results of attention and every
     second matrix product. auto: chosen like `micro_batch_tokens`."""
-    compile: bool = False
-    """Whether to compile blocks with torch.compile."""
+    compile: bool | Literal["auto"] = False
+    """Whether to compile blocks with torch.compile. auto: on GPUs, unless another key excludes
+    it."""
     parallel: ParallelConfig = ParallelConfig()
     """Distribution of the model over the workers."""
     workers: WorkersConfig = WorkersConfig()
@@ -413,6 +415,35 @@ class Recipe(PhaseKeys):
         """True if a key is `auto` and each group of workers has to find its value."""
         is_open = "auto" in (self.activation_checkpointing, self.parallel.gradient_sync)
         return is_open or any(part.micro_batch_tokens == "auto" for part in self.parts)
+
+    def on_device(self, *, is_gpu: bool, has_bf16: bool, can_compile: bool = True) -> Recipe:
+        """Return the recipe with values in place of `auto` for `precision` and `compile`.
+
+        Args:
+            is_gpu: whether workers train on GPUs.
+            has_bf16: whether these compute in bfloat16.
+            can_compile: whether a compiler is there.
+        """
+        values: dict[str, object] = {}
+        if self.precision == "auto":
+            values["precision"] = "bf16" if is_gpu and has_bf16 else "fp32"
+        if self.compile == "auto":
+            is_excluded = (
+                self.parallel.schedule == "zero_bubble" or self.workers.speeds == "measured"
+            )
+            values["compile"] = is_gpu and can_compile and not is_excluded
+        return self.model_copy(update=values) if values else self
+
+    @property
+    def used_precision(self) -> Precision:
+        """The precision.
+
+        Raises:
+            ValueError: it is still `auto`; see `on_device`.
+        """
+        if self.precision == "auto":
+            raise ValueError("precision: auto depends on the device")
+        return self.precision
 
     @property
     def steps_in_all(self) -> int:

@@ -527,7 +527,7 @@ def _pipeline_combination_problems(recipe: Recipe) -> Iterator[Problem]:
             "activation_checkpointing: 'selective': expected none or full with parallel.schedule "
             "zero_bubble: it frees what it keeps before the second part of the backward pass",
         )
-    if recipe.compile:
+    if recipe.compile is True:
         yield (
             ("compile",),
             "compile: True: expected false with parallel.schedule zero_bubble: a compiled block's "

@@ -52,7 +52,7 @@ def rehearse_request(request: Request) -> Rehearsal:
     """
     requested_task = read_task(request)
     recipe, cluster = requested_task.recipe, requested_task.cluster
-    numbers, graphs = distinct_ranks(requested_task), request.graphs and recipe.compile
+    numbers, graphs = distinct_ranks(requested_task), request.graphs and recipe.compile is True
     context = multiprocessing.get_context("fork")  # a spawned process would lack fake CUDA
     with ProcessPoolExecutor(len(numbers) + graphs, mp_context=context) as processes:
         rehearsed = [processes.submit(rehearse_rank, requested_task, number) for number in numbers]
@@ -84,6 +84,7 @@ def read_task(request: Request) -> Task:
     # The recipe's own numbers of workers may not fit the rehearsed cluster.
     workers = [f"workers.min={cluster.devices}", f"workers.max={cluster.devices}"]
     recipe = resolve_steps(load_recipe(request.recipe, [*request.overrides, *workers]))
+    recipe = recipe.on_device(is_gpu=True, has_bf16=cluster.device.peak.dtype == "bf16")
     if request.phase >= len(recipe.parts):
         raise UserError(
             f"--phase: {request.phase}: the recipe has {pluralize(len(recipe.parts), 'phase')}, "

@@ -306,6 +306,8 @@ def check_same_run(
         and not _may_change(key)
         # More steps are allowed if no earlier step depends on their number.
         and not _only_extends(key, stored, recipe)
+        # A run keeps the precision that it began with.
+        and (key, now.get(key)) != ("precision", "auto")
     ]
     for before_set, data_set in zip(identity.data, data, strict=False):
         if data_set.fingerprint != before_set.fingerprint:

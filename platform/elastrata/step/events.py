@@ -39,6 +39,9 @@ class ControlSignal:
 class Launched:
     """The driver has started Ray Train."""
 
+    chosen: str = ""
+    """Values of the keys that are `auto` by the kind of device, in one line."""
+
     seconds: Mapping[str, float]
     """Seconds since the launch, by phase."""
 

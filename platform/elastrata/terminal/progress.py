@@ -21,6 +21,7 @@ from elastrata.step.events import (
     Evaluated,
     Event,
     Halted,
+    Launched,
     Lost,
     Paced,
     RanOut,
@@ -263,6 +264,8 @@ def phase_lines(recipe: Recipe) -> dict[int, str]:
 def _describe(event: Event, step: int) -> str | None:
     """Return a line about an event, or None. `step` is the last step before it."""
     match event:
+        case Launched() if event.chosen:
+            return event.chosen
         case Started():
             since = f" from step {event.step} ({_TIERS[event.state]})" if event.step else ""
             again = (

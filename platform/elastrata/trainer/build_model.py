@@ -88,11 +88,21 @@ def build_divided_model(
         world_size: ranks of the process group.
         draws: whether parameters are initialised at random now.
     """
+    recipe = settle(recipe, device)
     divide = _pipelined if recipe.parallel.pipeline > 1 else _sharded
     divided = divide(recipe, vocabulary, seq_len, device, world_size)
     if draws:
         divided.draw()
     return divided
+
+
+def settle(recipe: Recipe, device: torch.device) -> Recipe:
+    """Return the recipe with values for this device in place of `auto` for precision and
+    compilation. The driver has chosen them for all workers, if it is one that trains."""
+    here = capabilities(device)
+    return recipe.on_device(
+        is_gpu=device.type == "cuda", has_bf16=here.has_bf16, can_compile=here.can_compile
+    )
 
 
 def _sharded(
@@ -104,7 +114,7 @@ def _sharded(
         outline.model,
         workload.blocks(outline.model),
         rank_mesh(device.type, world_size, recipe.parallel.replicate, recipe.parallel.tensor),
-        precision=recipe.precision,
+        precision=recipe.used_precision,
         activation_checkpointing=initial_recomputation(recipe.activation_checkpointing),
         compile=_compiles(recipe, device),
         parallel=recipe.parallel,
@@ -167,8 +177,9 @@ def probe_capabilities(recipe: Recipe, device: torch.device) -> DeviceCapabiliti
 def missing_features(recipe: Recipe, here: DeviceCapabilities) -> list[str]:
     """Return a line for each feature that the recipe requests and the device lacks, with its
     substitute."""
-    dtype = DTYPES[recipe.precision]
-    may_be_selective = recipe.compile and recipe.activation_checkpointing in ("selective", "auto")
+    dtype = DTYPES[recipe.used_precision]
+    compiles = recipe.compile is True
+    may_be_selective = compiles and recipe.activation_checkpointing in ("selective", "auto")
     uncompiled = []
     if may_be_selective and here.can_compile and recipe.workload.interrupts_graphs(here, dtype):
         uncompiled = [
@@ -178,7 +189,7 @@ def missing_features(recipe: Recipe, here: DeviceCapabilities) -> list[str]:
         ]
     return [
         *uncompiled,
-        *substitutions(here, dtype=dtype, compile=recipe.compile, skip_zeros=_skips_zeros(recipe)),
+        *substitutions(here, dtype=dtype, compile=compiles, skip_zeros=_skips_zeros(recipe)),
         *recipe.workload.substitutions(here, dtype),
     ]
 
@@ -208,7 +219,7 @@ def _pipelined(
         workload,
         costs,
         mesh,
-        precision=recipe.precision,
+        precision=recipe.used_precision,
         activation_checkpointing=initial_recomputation(recipe.activation_checkpointing),
         compile=_compiles(recipe, device),
         parallel=parallel,
@@ -221,7 +232,7 @@ def _pipelined(
         workload,
         mesh,
         parallel,
-        dtype=DTYPES[recipe.precision],
+        dtype=DTYPES[recipe.used_precision],
         device=device,
         recomputed=RECOMPUTED[initial_recomputation(recipe.activation_checkpointing)],
     )
@@ -242,7 +253,7 @@ def _pipelined(
 
 
 def _compiles(recipe: Recipe, device: torch.device) -> bool:
-    return recipe.compile and capabilities(device).can_compile
+    return recipe.compile is True and capabilities(device).can_compile
 
 
 def _outline(recipe: Recipe, vocabulary: Vocabulary, seq_len: int) -> DeferredModel:

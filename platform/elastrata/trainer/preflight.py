@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-from elastrata.device.capabilities import CudaFault
+from elastrata.device.capabilities import CudaFault, GpuSupport
 from elastrata.recipe.data_sets import resolve_steps
 from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.run.folder import DataSet, ForkOrigin, Mixtures, record_of
@@ -218,16 +218,17 @@ def cluster_problems(
     ]
 
 
-def cuda_problems(gpus_per_worker: float, faults: Mapping[str, CudaFault]) -> list[str]:
+def cuda_problems(gpus_per_worker: float, support: Mapping[str, GpuSupport]) -> list[str]:
     """Return one line for each reason why PyTorch cannot use GPUs that Ray offers.
 
     Args:
         gpus_per_worker: GPUs that each worker claims.
-        faults: the reason of each node with GPUs where PyTorch cannot, by its address.
+        support: what PyTorch can do with the GPUs of each node, by its address.
     """
     nodes: dict[CudaFault, list[str]] = {}
-    for address, fault in faults.items():
-        nodes.setdefault(fault, []).append(address)
+    for address, found in support.items():
+        if found.fault:
+            nodes.setdefault(found.fault, []).append(address)
     return [
         f"workers.gpus: {gpus_per_worker:g}: node {addresses[0]}"
         + (f" and {len(addresses) - 1} more" if len(addresses) > 1 else "")

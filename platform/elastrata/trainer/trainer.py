@@ -50,7 +50,12 @@ from elastrata.step.train_step import (
     train_step,
 )
 from elastrata.trainer.autotune import ChoiceTuner, build_tuner
-from elastrata.trainer.build_model import build_divided_model, build_masks, build_weight_average
+from elastrata.trainer.build_model import (
+    build_divided_model,
+    build_masks,
+    build_weight_average,
+    settle,
+)
 from elastrata.trainer.initial_weights import load_parent
 from elastrata.workload.batch import Batch
 from elastrata.workload.workload import Workload
@@ -129,6 +134,10 @@ class Trainer:
         place: DataRank = ALONE,
         kinds: RankKinds = (),
     ) -> None:
+        recipe = settle(recipe, device)
+        if device.type == "cuda":
+            # TF32 for products in fp32: several times as fast, with more digits than bf16.
+            torch.set_float32_matmul_precision("high")
         self._recipe, self._device = recipe, device
         self._world_size, self._place = world_size, place
         self._vocabulary = phases[0].batches.manifest.vocabulary
