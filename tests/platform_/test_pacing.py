@@ -79,6 +79,21 @@ def test_a_rank_that_becomes_slow_is_named_within_twenty_steps_and_again_when_it
     )
 
 
+def test_a_slow_rank_that_becomes_slower_is_reported_again() -> None:
+    """A limit of 0.5 in the recipe would miss a rank that is known at 0.7 alone."""
+
+    def true(step: int) -> np.ndarray:
+        return np.array([1.0, 0.7 if step <= 60 else 0.4, 1.0])
+
+    first, second = _found(["A100"] * 3, true, steps=120)
+    assert isinstance(first, Slowed)
+    assert isinstance(second, Slowed)
+    assert (first.rank, first.is_over, second.rank, second.is_over) == (1, False, 1, False)
+    assert first.factor == pytest.approx(0.7, abs=0.05)
+    assert second.factor == pytest.approx(0.4, abs=0.05)
+    assert 60 < second.step <= 90
+
+
 def test_a_slower_kind_is_not_slow() -> None:
     assert _found(["A100", "A100", "T4", "T4"], _paces(1, 1, 0.2, 0.2)) == []
     (slow,) = _found(["A100", "A100", "T4", "T4"], _paces(1, 1, 0.2, 0.1))

@@ -44,6 +44,8 @@ STEPS_BETWEEN_LOOKS = 4
 SLOW_BELOW, RECOVERED_ABOVE = 0.8, 0.9
 """Pace relative to other ranks of the kind: below `SLOW_BELOW` a rank is reported as slow, above
 `RECOVERED_ABOVE` as recovered."""
+_LEAST_CHANGE = 0.1
+"""Smallest relative change of a slow rank's pace that is reported again."""
 _LEAST_STEPS = 6
 
 
@@ -252,7 +254,8 @@ class PaceMonitor:
         self._data_ranks = np.array(data_ranks)
         self._paces = PaceEstimator(len(places))
         self._controller = SpeedController(max(data_ranks) + 1) if deals else None
-        self._slow: set[int] = set()
+        self._slow: dict[int, float] = {}
+        """Reported pace of each slow rank, relative to its kind."""
 
     def __call__(self, rank_step: RankStep, efforts: Sequence[Effort]) -> None:
         """Add a finished step with the efforts by rank; empty if they are unknown."""
@@ -282,11 +285,13 @@ class PaceMonitor:
                 continue
             # Two thresholds, so that a rank near one of them is not reported again and again.
             is_slow = factor < SLOW_BELOW and -np.log(factor) > doubts[rank]
-            if is_slow and rank not in self._slow:
-                self._slow.add(rank)
+            # Again if it has changed further: the recipe may exclude ranks below another limit.
+            change = abs(np.log(factor / self._slow.get(rank, 1.0)))
+            if is_slow and change > max(_LEAST_CHANGE, doubts[rank]):
+                self._slow[rank] = factor
                 self._tell(self._slowed_event(step, rank, factor, estimate))
             elif factor > RECOVERED_ABOVE and rank in self._slow:
-                self._slow.remove(rank)
+                del self._slow[rank]
                 self._tell(self._slowed_event(step, rank, factor, estimate, is_over=True))
 
     def _factors(self, paces: Floats) -> Floats:
