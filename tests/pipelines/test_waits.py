@@ -16,6 +16,8 @@ import pytest
 from s3fs import S3FileSystem
 
 from elastrata_pipelines import waits
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.preparation.tokenizer import load_tokenizer
 from support.deaf_servers import (
     Serve,
     black_hole,
@@ -155,3 +157,14 @@ def test_settings_of_the_user_win(monkeypatch: pytest.MonkeyPatch) -> None:
     waits._configure(("s3", "s3a"), "config_kwargs", {"read_timeout": 1, "connect_timeout": 2})
     found = fsspec.config.apply_config(S3FileSystem, {}, conf)
     assert found == {"anon": True, "config_kwargs": {"read_timeout": 99, "connect_timeout": 2}}
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with refused_port() as port:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        with pytest.raises(UserError) as error:
+            load_tokenizer("nobody/has-this")
+    (line,) = error.value.problems
+    reason = "[Errno 111] Connection refused"
+    assert line == f"tokenizer.load: nobody/has-this: cannot be loaded ({reason})"

@@ -16,6 +16,7 @@ from elastrata_pipelines.hashing import text_hash
 from elastrata_pipelines.preparation.packing import Frame
 from elastrata_pipelines.preparation.pairs import PairFrame
 from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.waits import reach_hub, waiting_for
 
 _SPACE_MARKERS = {"ByteLevel": "Ġ", "Metaspace": "▁"}
 # Byte-level tokenizers write space, line feed, tab and carriage return as these letters.
@@ -287,7 +288,12 @@ def _load_with_transformers(path: str) -> Any:
     # The import takes seconds.
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    failure = None if folder.exists() else reach_hub(f"/api/models/{path}")
+    try:
+        with waiting_for(f"the tokenizer {path}"):
+            return AutoTokenizer.from_pretrained(path, local_files_only=failure is not None)
+    except OSError as error:
+        raise failure or error from None
 
 
 def wrap_for_transformers(**arguments: object) -> Any:

@@ -16,6 +16,7 @@ from elastrata_pipelines.checked_json import read_bytes
 from elastrata_pipelines.errors import UserError, suggest_nearest
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
 from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.waits import reach_hub, waiting_for
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -126,10 +127,19 @@ def _from_hub(name: str, revision: str | None) -> WeightsFolder:
     """Return a model of the hub, downloaded if this machine's cache does not have it."""
     from huggingface_hub import snapshot_download
 
+    failure = reach_hub(f"/api/models/{name}")
     try:
-        path = Path(snapshot_download(name, revision=revision, allow_patterns=list(_WANTED)))
+        with waiting_for(f"the model {name} of the hub"):
+            path = Path(
+                snapshot_download(
+                    name,
+                    revision=revision,
+                    allow_patterns=list(_WANTED),
+                    local_files_only=failure is not None,
+                )
+            )
     except Exception as error:  # errors of several libraries
-        why = " ".join(str(error).split())[:200]
+        why = " ".join(str(failure or error).split())[:200]
         raise UserError(
             f"{name}: neither a folder here nor a model that the hub gives{_hint(name)} ({why})"
         ) from None

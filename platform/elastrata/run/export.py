@@ -37,6 +37,7 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.format.manifest import TOKENIZER_DIR
 from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.waits import reach_hub
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,6 +352,10 @@ class HubRepository:
         with self._hub_errors():
             if get_token() is None:
                 raise UserError(f"{self._shown}: no token for {self._api.endpoint}: {_LOGIN}")
+            if failure := reach_hub("/api/models?limit=1"):
+                raise UserError(
+                    f"{self._shown}: {self._api.endpoint}: cannot be reached ({failure})"
+                )
             # Created now, so that refusals are reported before the export takes its time.
             repository = self._api.create_repo(name, private=not public, exist_ok=True)
         self._name = repository.repo_id
