@@ -48,7 +48,7 @@ def test_a_recipe_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     found = _checks(capsys, "bert/base", "workers.max=64", "--cluster", "aws")
     assert {check["status"] for check in found.values()} == {"ok"}
     assert found["worker"]["found"].startswith("0.5 CPU + 1 GPU: 4 on a node of gpu-l40s")
-    assert found["workers.max"]["found"] == "64, and there is room for 64 at most"
+    assert found["workers.max"]["found"] == "64, but at most 64 fit"
     assert found["niceness"]["found"] == "aws: RAY_worker_niceness is set"
 
 
@@ -59,8 +59,8 @@ def test_requests_beyond_what_the_file_can_ever_have(
     arguments = ("bert/base", "workers.min=10", "workers.max=20", "--cluster", file)
     assert run(["doctor", *arguments]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "FAIL workers.min  10, and there is room for 9 at most" in lines
-    assert "warn workers.max  20, and there is room for 9 at most" in lines
+    assert "FAIL workers.min  10, but at most 9 fit" in lines
+    assert "warn workers.max  20, but at most 9 fit" in lines
     assert "problems to fix: 1" in lines
     assert any("workers.max=9" in line for line in lines)
 
@@ -81,7 +81,7 @@ def test_workers_that_leave_no_cpu_to_read_with(
     settings = ("workers.cpus=4", "workers.gpus=0", "workers.max=9")
     found = _checks(capsys, "bert/base", *settings, "--cluster", file)
     assert found["reading"]["status"] == "warning"
-    assert found["reading"]["found"] == "0 CPUs left beside 9 workers"
+    assert found["reading"]["found"] == "0 CPUs left besides 9 workers"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_workers_that_leave_no_cpu_to_read_with(
         ),
         (
             {"cluster_name": "x", "provider": {"type": "local", "worker_ips": []}},
-            ["head_start_ray_commands: no --num-cpus: what the machines have cannot be told"],
+            ["head_start_ray_commands: no --num-cpus: the file does not say"],
         ),
     ],
 )

@@ -69,7 +69,7 @@ def test_aws_two_minutes_before(metadata: Metadata) -> None:
     assert notice is not None
     assert (notice.time, notice.text) == (
         NOON.timestamp(),
-        "AWS: the spot machine gets: terminate",
+        "AWS: action for the spot instance: terminate",
     )
     assert metadata.asked.count(("PUT", AWS_TOKEN)) == 1
     look(20_000.0)  # the token's time is nearly over
@@ -97,7 +97,7 @@ def test_azure_tells_of_events_that_end_this_machine(kind: str, metadata: Metada
     notice = look(0.0)
     assert notice is not None
     assert notice.time == NOON.timestamp()
-    assert notice.text == f"Azure: the machine gets: {kind}"
+    assert notice.text == f"Azure: event for the VM: {kind}"
     metadata.answers[AZURE_EVENTS] = json.dumps({"Events": [_event(kind, "this", at=None)]})
     started = look(77.0)
     assert started is not None
@@ -124,7 +124,7 @@ def test_a_server_that_fails_is_asked_on_and_told_of_once(metadata: Metadata) ->
     asking.join()
     assert found[0] is not None
     assert len(said) == 2
-    assert said[0].startswith("the metadata server does not answer as it should (HTTP Error 503")
+    assert said[0].startswith("unexpected answer of the metadata server (HTTP Error 503")
     assert said[1] == "the metadata server answers again"
 
 
@@ -159,7 +159,7 @@ def test_a_notice_drains_the_node_of_a_real_cluster(
     action = {"action": "terminate", "time": ends.strftime("%Y-%m-%dT%H:%M:%SZ")}
     metadata.answers[AWS_ACTION] = json.dumps(action)
     assert guard.wait(timeout=PATIENCE_SECONDS) == 0, log.read_text(encoding="utf-8")
-    assert f"the spot machine gets: terminate; drained {going.node_id}" in log.read_text(
+    assert f"action for the spot instance: terminate; drained {going.node_id}" in log.read_text(
         encoding="utf-8"
     )
     wait_until(

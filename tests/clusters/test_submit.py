@@ -64,7 +64,7 @@ def test_an_address_without_a_scheme_is_that_of_the_dashboard(
     without_agent: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["stop", "a-run", "--cluster", without_agent.removeprefix("http://")]) == 2
-    assert capsys.readouterr().err == "a-run: no job that runs there trains it\n"
+    assert capsys.readouterr().err == "a-run: no running job on that cluster trains it\n"
 
 
 def test_rays_own_search_for_a_server_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,16 +113,16 @@ def test_a_job_server_that_cannot_start_jobs_takes_one_line(
     options = ["--cluster", without_agent, "--installed"]
     assert run(["submit", *recipe, *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"--cluster: {without_agent}: the job server cannot do it (Exception: ")
+    assert line.startswith(f"--cluster: {without_agent}: the job server failed (Exception: ")
     assert "jobs need ray[default] on the head node" in line
 
 
 @pytest.mark.parametrize(
     ("cluster", "told"),
     [
-        ("kuberay-cluster", "kuberay-cluster: Kubernetes leads to it: kubectl port-forward "),
+        ("kuberay-cluster", "kuberay-cluster: on Kubernetes, run kubectl port-forward "),
         ("kuberay", "kuberay: no such cluster (did you mean 'kuberay-"),
-        ("one-machine", "one-machine: `ray dashboard` leads nowhere ("),
+        ("one-machine", "one-machine: `ray dashboard` failed ("),
     ],
 )
 def test_names_that_lead_nowhere(

@@ -82,7 +82,7 @@ def test_a_killed_driver_a_stop_and_a_second_submission_are_one_run(
     driver.send_signal(signal.SIGKILL)
     again = _run(submitted, "submit", str(submitted.recipe), "--name", "far")
     assert again.returncode == 2
-    assert "trains that run already" in again.stderr
+    assert "already trains that run" in again.stderr
     _wait_for_steps(log, groups=2)
     assert "the driver was killed (SIGKILL); trying again, 9 tries left" in log.read_text(
         encoding="utf-8"
@@ -118,7 +118,7 @@ def test_a_wrong_token_takes_one_line(submitted: Submitted) -> None:
     )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "it wants its token" in line
+    assert "the cluster requires a token" in line
 
 
 @pytest.mark.parametrize("given", ["--address", "RAY_ADDRESS"])
@@ -137,7 +137,7 @@ def test_joining_a_cluster_without_its_token_takes_one_line(
     )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"{given}: {head}: it wants its token (InvalidAuthToken: ")
+    assert line.startswith(f"{given}: {head}: the cluster requires a token (InvalidAuthToken: ")
 
 
 def test_folders_of_this_machine_alone_are_refused(submitted: Submitted) -> None:

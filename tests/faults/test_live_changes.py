@@ -133,7 +133,7 @@ def test_an_interrupt_waits_for_storage(recipe, tmp_path) -> None:
     checkpoints = recipe.parent / "runs" / "interrupted-save" / "checkpoints"
     checkpoints.write_text("no folder can be made here", encoding="utf-8")
     live.send(signal.SIGTERM)
-    wait_until(lambda: " failed, training goes on" in live.output, 60, "a failed save")
+    wait_until(lambda: " failed, training continues" in live.output, 60, "a failed save")
     checkpoints.unlink()
     assert live.driver.wait(timeout=120) == 130, live.output
     (halted,) = live.of_kind("halted")

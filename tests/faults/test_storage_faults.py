@@ -120,7 +120,9 @@ def assert_survived(url: str, fault: Fault, before: str) -> None:
         training.saver.wait()
     assert not training.saver.saving
     assert len(training.warnings) == 1
-    assert training.warnings[0].startswith("checkpoint of step 2 failed, training goes on: rank 0:")
+    assert training.warnings[0].startswith(
+        "checkpoint of step 2 failed, training continues: rank 0:"
+    )
     assert_newest(storage, 1)
     half_written = [name for name in storage.names() if name != list_commits(storage)[0].folder]
     assert len(half_written) == (before != SHARD)
@@ -178,7 +180,7 @@ def test_a_full_disk(disk: Path, last: str) -> None:
     training.step()
     training.saver.wait()
     assert training.warnings == [
-        "checkpoint of step 2 failed, training goes on: "
+        "checkpoint of step 2 failed, training continues: "
         "rank 0: OSError: [Errno 28] No space left on device"
     ]
     assert_newest(storage, 1)

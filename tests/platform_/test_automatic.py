@@ -223,7 +223,7 @@ def test_samples_and_losses_do_not_depend_on_what_is_chosen(folder: Path) -> Non
 
     # A group like it begins with what this one has settled on.
     again, before, _ = run_ranks(2, train_automatically, {**values, **AUTO}, state)[0]
-    assert [one.text for one in before] == ["as before in such a group"]
+    assert [one.text for one in before] == ["as before in a group of this size"]
     same = {**values, "micro_batch_tokens": last.micro_batch_tokens}
     assert _numbers(again) == _numbers(run_ranks(2, train_on_ranks, same)[0])
 
@@ -257,7 +257,7 @@ def test_each_kind_of_rank_has_micro_batches_as_large_as_its_memory_allows(folde
 
     # A group like it begins with what this one has settled on, whichever rank has which device.
     again, before, _, _ = run_ranks(2, train_by_kinds, auto, kinds[::-1], (2.0, 8.0), state)[1]
-    assert [one.text for one in before] == ["as before in such a group"]
+    assert [one.text for one in before] == ["as before in a group of this size"]
     assert again[0].micro_batch_tokens_by_kind == by_kind
 
     # One in which a kind has less memory than it took measures anew.
@@ -299,7 +299,7 @@ def test_kinds_choose_what_goes_together() -> None:
 def test_what_cannot_fit_is_refused_before_the_first_step(folder: Path) -> None:
     values = tiny_recipe(folder, folder / "runs", **AUTO)
     values["workers"]["memory_gb"] = 0.01
-    with pytest.raises(UserError, match="a worker is to need 0"):
+    with pytest.raises(UserError, match="a worker would need 0"):
         run_ranks(1, train_automatically, values)
 
 
@@ -325,7 +325,7 @@ def test_what_ran_out_of_memory_is_not_chosen_again() -> None:
 
     again = ChoiceTuner(phases, "none", lambda _: None, cpu, memory)
     again.restore(first.state())
-    assert taken(again)[0] == needed, "as before in such a group"
+    assert taken(again)[0] == needed, "as before in a group of this size"
     second = ChoiceTuner(phases, "none", lambda _: None, cpu, memory)
     second.restore(first.state())
     second.avoid([ran_out, replace(ran_out, group="tp2 pp1 1x1, phase 0", choice={})])
@@ -349,9 +349,11 @@ def test_settings_that_fit_are_named(folder: Path) -> None:
 
     told = line(0.36)
     assert told.startswith("out of memory: CPU, 0.3 GiB: micro_batch_tokens=3072")
-    found = re.search(r"; micro_batch_tokens=(\d+) activation_checkpointing=\w+.* does by", told)
+    found = re.search(
+        r"; by the plan, micro_batch_tokens=(\d+) activation_checkpointing=\w+.* fits", told
+    )
     assert found is not None
     assert int(found[1]) <= SEQ_LEN * 64
     nothing = line(0.1)
-    assert "nor by the plan anything smaller on 1 worker; more workers" in nothing
-    assert "nor by the plan" in line(0.1, **AUTO)
+    assert "nor, by the plan, would smaller ones on 1 worker; use more workers" in nothing
+    assert "nor, by the plan" in line(0.1, **AUTO)

@@ -148,7 +148,9 @@ def test_a_vocabulary_that_grew_is_extended_where_that_is_asked_for(
     known = load_file(tmp_path / "small" / "model.safetensors")["transformer.wte.weight"]
     found = begun.weights()["embeddings.tokens.weight"]
     assert torch.equal(found, torch.cat((known, drawn[len(known) :])))
-    assert any("the rows of 7 new ids are drawn" in line for line in begun.lines)
+    assert any(
+        "embeddings of 7 new token ids are initialised at random" in line for line in begun.lines
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,7 +162,7 @@ def test_rows_without_an_id_of_the_tokenizer_are_kept(
     model = save_theirs(kind, tmp_path / "padded", num_ids=VOCABULARY + 7)
     begun = _begun(folder, kind, begin_with=str(tmp_path / "padded"))
     place = f"begin_with.weights: {tmp_path / 'padded'}"
-    assert begun.lines[-1] == f"{place}: 7 rows without an id of the tokenizer kept"
+    assert begun.lines[-1] == f"{place}: keeping 7 embeddings without a token id"
     # The softmax is over all rows, as in transformers.
     theirs_loss = their_loss(model, _recipe(folder, kind))
     assert begun.loss() == pytest.approx(theirs_loss, **CLOSE)
@@ -205,12 +207,12 @@ def test_missing_and_other_tensors_are_named(
     where = f"begin_with.weights: {model}"
     assert missing.startswith(f"{where}: lacks transformer.h.0.attn.c_proj.bias, ")
     assert "transformer.h.1.attn.c_proj.bias and 2 more" in missing
-    assert other == f"{where}: has transformer.adapter.weight, which the model has not"
+    assert other == f"{where}: has transformer.adapter.weight, which the model lacks"
 
 
 def test_another_architecture_is_refused_key_by_key(folder: Path, losses: dict[str, float]) -> None:
     (line,) = _refused(folder, "gpt2", begin_with=str(folder / "bert"))
-    assert line.endswith("config.json: a bert: workload gpt is none of these")
+    assert line.endswith("config.json: a bert: expected a model of workload gpt")
     changed = {**WORKLOADS["gpt2"], "num_layers": 3, "norm_eps": 1e-6}
     lines = _refused(folder, "gpt2", workload=changed)
     where = f"as {folder / 'gpt2'} has"

@@ -175,7 +175,7 @@ def test_all_that_is_wrong_is_told_at_once(
     absent = "begin_with.weights: 3000: expected newest, best or one of the steps 2, 4"
     assert step.startswith(absent)
     assert norm == f"workload.norm: rms: expected layer, as {parent} has"
-    assert tokenizer.startswith(f"data.path: {other}: its tokenizer has other ids than that of ")
+    assert tokenizer.startswith(f"data.path: {other}: its token ids differ from those of ")
     # Also if the data set cannot be used at all.
     path = folder / "absent.yaml"
     recipe = Recipe.model_validate(_recipe(folder, begin, data={"path": str(folder / "no-data")}))
@@ -361,5 +361,7 @@ def test_weights_that_are_no_numbers_are_named(folder: Path) -> None:
         optimizer={"name": "adamw", "lr": 1e38, "weight_decay": 0},
     )
     for begin in (str(wild), {"weights": str(wild), "optimizer": True}):
-        with pytest.raises(UserError, match=r"wild/checkpoints/.*: .*weight: has NaN or infinite"):
+        with pytest.raises(
+            UserError, match=r"wild/checkpoints/.*: .*weight: contains NaN or infinity"
+        ):
             _begun(folder, begin)

@@ -71,7 +71,7 @@ def test_other_ids_are_refused(model: Path, tmp_path: Path) -> None:
         _found(tmp_path, str(model))
     (line,) = refused.value.problems
     assert line == (
-        f"data.path: {tmp_path / 'data'}: its tokenizer has other ids than that of {model}: "
+        f"data.path: {tmp_path / 'data'}: its token ids differ from those of {model}: "
         "'word5' is 6, expected 5 (and 1 more)"
     )
 
@@ -82,7 +82,8 @@ def test_a_folder_without_a_tokenizer_is_believed_and_said(model: Path, tmp_path
     (tmp_path / "bare" / "tokenizer.json").unlink()
     _, lines = _found(tmp_path, str(tmp_path / "bare"))
     assert lines == [
-        f"begin_with.weights: {tmp_path / 'bare'}: no tokenizer.json in it: its ids are not checked"
+        f"begin_with.weights: {tmp_path / 'bare'}: has no tokenizer.json: its token ids are not "
+        "checked"
     ]
 
 
@@ -101,5 +102,5 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(
     assert parent is not None
     assert (parent.kind, parent.url, parent.commit) == ("hub", "someone/little", COMMIT)
     assert lines == []
-    with pytest.raises(UserError, match="someone/larger: neither a folder here nor a model that"):
+    with pytest.raises(UserError, match="someone/larger: neither a local folder nor a model"):
         _found(tmp_path, "someone/larger")

@@ -118,7 +118,7 @@ def test_a_rank_killed_while_it_saves_leaves_the_previous_commit(
 
     warnings = [note["warning"] for note in ended.notes if "warning" in note]
     assert len(warnings) == 1
-    assert warnings[0].startswith("checkpoint of step 2 failed, training goes on: RuntimeError: ")
+    assert warnings[0].startswith("checkpoint of step 2 failed, training continues: RuntimeError: ")
     assert [name[:14] for name in storage.names()] == ["000000001-0001", "000000002-0002"]
     newest = find_newest_verified(storage, pytest.fail)
     assert newest is not None
@@ -132,7 +132,7 @@ def test_a_failed_write_is_told_cleaned_up_and_survived(group: Group, tmp_path: 
     assert ended.notes == [
         {"commit": 1},
         {
-            "warning": "checkpoint of step 2 failed, training goes on: "
+            "warning": "checkpoint of step 2 failed, training continues: "
             "rank 1: OSError: [Errno 27] File too large"
         },
         {"commit": 3},

@@ -29,7 +29,7 @@ def test_a_line_for_each_thing_that_is_missing() -> None:
     assert substitutions(POOR, dtype=BF16, compile=True) == [
         "precision: bf16: this CPU has no instructions for it; PyTorch converts to and from fp32 "
         "instead, which is slow",
-        "compile: true: g++ is not on the path; operators run one by one instead",
+        "compile: true: g++ is not on PATH; operators run one by one instead",
     ]
     (kernels,) = substitutions(POOR, dtype=FP32, compile=False, skip_zeros=True)
     assert kernels.startswith("sparsity.kernels: true: this CPU has no 2:4 kernels")

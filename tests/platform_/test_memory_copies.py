@@ -96,7 +96,9 @@ def test_a_copy_that_never_fits_is_not_tried_and_told_once(tmp_path: Path) -> No
         warnings = [event.text for event in channel.events if isinstance(event, Warned)]
         assert len(replicas.names()) == copies
         assert len(warnings) == 1 - copies
-        assert all("checkpoint.hot_bytes: 799: no copies" in line for line in warnings)
+        assert all(
+            "checkpoint.hot_bytes: 799: no in-memory checkpoints" in line for line in warnings
+        )
 
 
 @pytest.mark.usefixtures("alone")

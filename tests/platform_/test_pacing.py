@@ -196,7 +196,7 @@ def test_a_rank_that_becomes_slow_is_followed_there_and_back_without_oscillation
     for seed in seeds:
         run = Run(3, seed, noise=0.1).steps(320, true)
         assert min(run.speeds) > 80, seed
-        # What is asked for within four steps knows nothing of the change yet.
+        # What is asked for within four steps does not list the change yet.
         slowed = [s for s in run.speeds if s - AHEAD < 204]
         freed = [s for s in run.speeds if s - AHEAD >= 204]
         on_its_way = max(slowed) > 200

@@ -30,8 +30,8 @@ def _problems(**changes: Any) -> list[Any]:
         (
             {"parallel": {"pipeline": 8}, "workers": {"min": 8, "max": 8}},
             ("parallel", "pipeline"),
-            "parallel.pipeline: 8 stages in all: expected at most workload.num_layers (4), a block "
-            "for each",
+            "parallel.pipeline: 8 stages in all: expected at most workload.num_layers (4), one "
+            "block for each",
         ),
         (
             {"batch_size": 3},

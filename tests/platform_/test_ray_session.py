@@ -184,7 +184,8 @@ def test_a_cluster_that_cannot_be_joined_takes_one_line(tmp_path: Path) -> None:
         expected += [f"--address: {line}", f"RAY_ADDRESS: {line}"]
     expected.append("--address: 127.0.0.1:PORT: no Ray cluster answers there (Deadline Exceeded)")
     denied = (
-        "127.0.0.1:PORT: it wants its token (InvalidAuthToken: it is missing or incorrect): set "
+        "127.0.0.1:PORT: the cluster requires a token (InvalidAuthToken: it is missing or "
+        "incorrect): set "
         "RAY_AUTH_MODE=token, and give the token in RAY_AUTH_TOKEN, in the file "
         "RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token"
     )

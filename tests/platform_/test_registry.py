@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of MLflow and transformers,
 
 @pytest.fixture(autouse=True)
 def keep_tracking_uri(tmp_path: Path) -> Iterator[None]:
-    """What MLflow takes where nobody says anything is a store that knows nothing of ours."""
+    """What MLflow takes where nobody says anything is a store that does not list ours."""
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/nobodys.db")
     yield
     mlflow.set_tracking_uri(None)

@@ -267,7 +267,7 @@ def test_a_full_store_costs_a_copy_and_not_the_run(nodes: Nodes, tmp_path: Path)
     group.all("begin", storage, 1)
     group.all("save", 1)
     ((warning,),) = group.all("warnings")
-    assert warning.startswith("hot copy of step 1 failed, training goes on: rank 0: OSError: no ")
+    assert warning.startswith("hot copy of step 1 failed, training continues: rank 0: OSError: no ")
     assert find_newest_replica(storage) is None
     until(lambda: set(storage.usage().values()) == {0})
     group.all("save", 2)

@@ -51,9 +51,9 @@ FORBIDDEN: dict[str, tuple[bytes, str]] = {
     "no dtype": (_file({"a": {**A, "dtype": "F31"}}, 8), "truncated or altered"),
     "no entry": (_file({"a": 1}, 8), "truncated or altered"),
     "no UTF-8": (_file(b'{"\xff": 1}', 0), "truncated or altered"),
-    "header too long": (_file(PAIR, 16, 1000), "truncated, or no safetensors file"),
-    "no header": (b"\0" * 7, "truncated, or no safetensors file"),
-    "endless header": (b"\xff" * 32, "truncated, or no safetensors file"),
+    "header too long": (_file(PAIR, 16, 1000), "truncated, or not a safetensors file"),
+    "no header": (b"\0" * 7, "truncated, or not a safetensors file"),
+    "endless header": (b"\xff" * 32, "truncated, or not a safetensors file"),
 }
 
 
@@ -93,7 +93,7 @@ def test_numbers_that_are_none_are_named_with_their_tensor(
     values[31, 1] = odd
     save_file({"fine": torch.ones(3), "odd": values}, tmp_path / WEIGHTS)
     assert _refused(tmp_path) == (
-        f"{tmp_path / WEIGHTS}: odd: has numbers that are {odd:g}: expected finite ones"
+        f"{tmp_path / WEIGHTS}: odd: contains {odd:g}: expected finite numbers"
     )
     weights, target = SafetensorsFolder(Storage(str(tmp_path))), torch.empty(10, 3)
     weights.copy("odd", (slice(0, 10), slice(0, 3)), target)  # the rows that a rank needs
@@ -111,12 +111,12 @@ WHOLE = f'"a": "{ONE_FILE}", "b": "{OTHER}"'
 DISAGREEMENTS: dict[str, tuple[str, str]] = {
     "wrong file": (
         f'"a": "{OTHER}", "b": "{ONE_FILE}"',
-        f"{OTHER}: has no tensor a, which {INDEX} says",
+        f"{OTHER}: has no tensor a, which {INDEX} lists",
     ),
     "not at all": (f'"a": "{ONE_FILE}", "b": "{OTHER}", "c": "{OTHER}"', "has no tensor c"),
     "no such file": (f'{WHOLE}, "c": "third.safetensors"', "third.safetensors: missing"),
-    "elsewhere": (f'{WHOLE}, "c": "../x.safetensors"', "no index of safetensors files"),
-    "nothing": ("", "no index of safetensors files"),
+    "elsewhere": (f'{WHOLE}, "c": "../x.safetensors"', "not an index of safetensors files"),
+    "nothing": ("", "not an index of safetensors files"),
 }
 
 
@@ -138,6 +138,6 @@ def test_a_tensor_that_the_index_does_not_know_is_named(two_files: Path) -> None
     _index(two_files, WHOLE)
     assert _read(two_files).keys() == {"a", "b"}
     save_file({"b": torch.zeros(3), "more": torch.zeros(1)}, two_files / OTHER)
-    assert _refused(two_files).endswith(f"more, which {INDEX} knows nothing of")
+    assert _refused(two_files).endswith(f"more, which {INDEX} does not list")
     save_file({"b": torch.zeros(3), "a": torch.zeros(2)}, two_files / OTHER)
-    assert _refused(two_files).endswith(f"has a tensor a, which {INDEX} has in {ONE_FILE}")
+    assert _refused(two_files).endswith(f"has a tensor a, which {INDEX} lists in {ONE_FILE}")

@@ -116,7 +116,7 @@ def test_half_of_one_without_records_is_set_aside(
     left = {file.read_bytes() for file in path.parent.glob("mlflow.db*")}
     record(f"sqlite:///{path}")
     (line,) = [message for message in caplog.messages if "mlflow.db" in message]
-    assert "in which nothing was recorded" in line
+    assert "without any records" in line
     assert "mlflow.db.half-made" in line
     aside = {file.read_bytes() for file in path.parent.glob("mlflow.db.half-made*")}
     assert aside & left or damage is in_write_ahead_log
@@ -129,21 +129,21 @@ def test_half_of_one_without_records_is_set_aside(
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (no_version, "half of an MLflow database, without alembic_version's"),
-        (no_table_of_versions, "half of an MLflow database, without alembic_version;"),
-        (no_runs, "half of an MLflow database, without runs;"),
+        (no_version, "incomplete MLflow database, without alembic_version's"),
+        (no_table_of_versions, "incomplete MLflow database, without alembic_version;"),
+        (no_runs, "incomplete MLflow database, without runs;"),
         (lambda path: path.write_bytes(path.read_bytes()[:4096]), "cannot be reached: damaged"),
         (lambda path: path.write_bytes(path.read_bytes()[:100_001]), "cannot be reached: damaged"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cannot be reached: damaged"),
         (
             lambda path: path.write_bytes(path.read_bytes()[:50]),
-            "cannot be reached: damaged, or no SQLite database",
+            "cannot be reached: damaged, or not a SQLite database",
         ),
         (
             lambda path: path.write_text(
                 "This is no database, but a text.\n" * 9, encoding="utf-8"
             ),
-            "cannot be reached: damaged, or no",
+            "cannot be reached: damaged, or not",
         ),
     ],
 )

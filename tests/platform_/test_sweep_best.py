@@ -126,7 +126,7 @@ def test_the_command_trains_them(
     [
         ([], "expected a sweep's file, or --best NAME of an earlier sweep"),
         (["lr.yaml", "--train"], "--train: requires --best NAME, the sweep whose best values"),
-        (["--best", "none"], "none: no sweep there"),
+        (["--best", "none"], "none: no sweep here"),
         (["--best", "lr", "steps=3"], "--best: --name and overrides require --train"),
         (["--best", "lr", "--train", "steps"], "command line: steps: expected key=value"),
         (["--best", "lr", "--train", "stepz=3"], "command line: stepz: 3: unknown key"),

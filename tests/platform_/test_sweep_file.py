@@ -65,13 +65,13 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
     )
     assert told == [
         "space.optimizer.lrr: unknown key of the recipe (did you mean 'optimizer.lr'?)",
-        "space.workers.max: is the same in all trials of a sweep",
-        "metric: 'eval/los': the recipe never reports it; expected one of eval/loss, "
+        "space.workers.max: cannot differ between the trials of a sweep",
+        "metric: 'eval/los': not reported by the recipe; expected one of eval/loss, "
         "eval/mlm_loss, eval/mlm_accuracy (did you mean 'eval/loss'?)",
-        "space.optimizer.lrr: [0.01, 0.0001]: expected the smaller one first",
+        "space.optimizer.lrr: [0.01, 0.0001]: expected the smaller value first",
         "space.optimizer.eps: [0, 0.0001]: expected ends above 0",
         "space.optimizer.trust_max: when.optimizer.name: 'lam': expected one of 'adamw', 'lamb'",
-        "space.optimizer.trust_max.points: missing: a grid needs to know how many values",
+        "space.optimizer.trust_max.points: missing: a grid needs a number of values",
     ]
 
 
@@ -156,7 +156,7 @@ def test_the_command_ends_with_2_and_starts_nothing(
     monkeypatch.chdir(tmp_path)
     path = _written(tmp_path, metric="loss")
     assert run(["sweep", path]) == 2
-    assert "metric: 'loss': the recipe never reports it" in capsys.readouterr().err
+    assert "metric: 'loss': not reported by the recipe" in capsys.readouterr().err
     assert run(["sweep", "none.yaml"]) == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["sweep.yaml"]
 

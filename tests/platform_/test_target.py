@@ -223,7 +223,7 @@ def test_a_target_needs_held_out_data(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         find_training_data(recipe)
     assert caught.value.problems == (
-        "target.metric: eval/mlm_accuracy: needs held-out data, and there is none in "
+        "target.metric: eval/mlm_accuracy: needs held-out data, but there is none in "
         f"{tmp_path}/data/held_out; prepare with data.prepare.held_out, or give evaluation.path",
     )
     write_data_set(tmp_path / "data", samples=60, held_out=20)

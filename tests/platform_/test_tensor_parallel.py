@@ -161,14 +161,13 @@ PAIR = {"min": 2, "max": 4}
             {"workload": GPT, "parallel": {"tensor": 3}, "workers": {"min": 3, "max": 3}},
             ("parallel", "tensor"),
             "parallel.tensor: 3: expected a divisor of workload.num_heads (6), "
-            "workload.intermediate_size (42), workload.num_kv_heads (2); the nearest that is one "
-            "is 2",
+            "workload.intermediate_size (42), workload.num_kv_heads (2); the nearest divisor is 2",
         ),
         (
             {"parallel": {"tensor": 4}, "workers": {"min": 4, "max": 4}},
             ("parallel", "tensor"),
             "parallel.tensor: 4: expected a divisor of workload.num_heads (2), "
-            "workload.intermediate_size (128); the nearest that is one is 2",
+            "workload.intermediate_size (128); the nearest divisor is 2",
         ),
         (
             {"parallel": TENSOR, "workers": {"min": 1, "max": 4}},

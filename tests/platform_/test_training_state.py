@@ -104,7 +104,10 @@ def test_an_error_after_the_commit_is_told_and_the_commit_stays(storage: Storage
     )
     saving.save({"x": torch.ones(1)}, step=7, samples=0, tokens=0)
     saving.close()
-    assert heard == ["checkpoint of step 7 is saved, but after it: ValueError: no such experiment"]
+    assert heard == [
+        "checkpoint of step 7 is saved, but cleaning up after it failed: ValueError: no such "
+        "experiment"
+    ]
     assert len(list_commits(storage)) == 1
 
 

@@ -96,6 +96,8 @@ def test_layouts_that_it_says_nothing_of_are_refused(
     lstm = Lstm()
     refused = "workload lstm cannot be"
     assert tensor_problems(lstm, 2) == [f"parallel.tensor: 2: expected 1: {refused} divided"]
-    assert stage_problems(lstm, 2) == [f"parallel.pipeline: expected 1: {refused} cut into stages"]
-    with pytest.raises(UserError, match="lstm: such models cannot be planned"):
+    assert stage_problems(lstm, 2) == [
+        f"parallel.pipeline: expected 1: {refused} divided into stages"
+    ]
+    with pytest.raises(UserError, match="lstm: the planner does not support such models"):
         model_spec(lstm, IDS, 64)

@@ -204,10 +204,10 @@ class Commit(BaseModel):
         if name is None:
             return ""
         if name.step != self.step:
-            return f"is that of another step, {self.step} (a copy)"
+            return f"belongs to another step, {self.step} (a copy)"
         # A copied folder would otherwise count as a commit of the attempt in its name.
         if (attempt := self.extra.get(ATTEMPT, name.attempt)) != name.attempt:
-            return f"is that of another attempt, {attempt} (a copy)"
+            return f"belongs to another attempt, {attempt} (a copy)"
         return ""
 
 

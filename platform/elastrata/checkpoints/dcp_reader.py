@@ -92,7 +92,9 @@ class _MetadataUnpickler(pickle.Unpickler):
             value = getattr(torch, name, None)
             found = value if isinstance(value, torch.dtype | torch.layout) else None
         if found is None:
-            raise pickle.UnpicklingError(f"{METADATA} asks for {module}.{name}, not allowed there")
+            raise pickle.UnpicklingError(
+                f"{METADATA} refers to {module}.{name}, which is not allowed"
+            )
         return found
 
 
@@ -126,8 +128,8 @@ def read_metadata(storage: CommitStorage, commit: Commit) -> Metadata:
     data = storage.read(commit.folder, METADATA)
     expected = commit.files[METADATA].sha256
     if expected is not None and hashlib.sha256(data).hexdigest() != expected:
-        raise UserError(f"{where}: altered: its SHA-256 is not that of the marker")
+        raise UserError(f"{where}: altered: its SHA-256 differs from the one in the marker")
     try:
         return cast(Metadata, _MetadataUnpickler(io.BytesIO(data)).load())
     except Exception as error:  # a damaged pickle may raise any error
-        raise UserError(f"{where}: no metadata of a checkpoint ({error})") from None
+        raise UserError(f"{where}: not the metadata of a checkpoint ({error})") from None

@@ -136,8 +136,7 @@ class SafetensorsFolder:
         # aminmax is one pass without a copy, cheap compared with the read, and propagates NaN.
         if odd := [end.item() for end in torch.aminmax(block) if not isfinite(end.item())]:
             raise UserError(
-                f"{where}: {make_printable(name)}: has numbers that are {odd[0]:g}: expected "
-                "finite ones"
+                f"{where}: {make_printable(name)}: contains {odd[0]:g}: expected finite numbers"
             )
         return block.reshape(last - first, *stored.shape[1:])
 
@@ -145,7 +144,7 @@ class SafetensorsFolder:
         """Return a line for each tensor that is missing from its file or the index, or is in
         another file."""
         problems = [
-            f"{self.storage.uri(file)}: has no tensor {make_printable(name)}, which {INDEX} says"
+            f"{self.storage.uri(file)}: has no tensor {make_printable(name)}, which {INDEX} lists"
             for name, file in self._weight_map.items()
             if name not in headers[file]
         ]
@@ -153,9 +152,9 @@ class SafetensorsFolder:
             for name in header:
                 said = self._weight_map.get(name)
                 if said is None:
-                    tail = f"which {INDEX} knows nothing of"
+                    tail = f"which {INDEX} does not list"
                 elif said != file:
-                    tail = f"which {INDEX} has in {make_printable(said)}"
+                    tail = f"which {INDEX} lists in {make_printable(said)}"
                 else:
                     continue
                 problems.append(
@@ -180,7 +179,7 @@ class SafetensorsFolder:
             for file in found.values()
         )
         if not is_map or not found:
-            raise UserError(f"{where}: no index of safetensors files (weight_map)")
+            raise UserError(f"{where}: not an index of safetensors files (weight_map is missing)")
         return dict(found)
 
     def _header(self, file: str) -> dict[str, StoredTensor]:
@@ -196,7 +195,7 @@ class SafetensorsFolder:
             prefix = stream.read(_LENGTH_BYTES)
             length = int.from_bytes(prefix, "little")
             if size < _LENGTH_BYTES or length > min(MOST_HEADER_BYTES, size - _LENGTH_BYTES):
-                raise UserError(f"{where}: truncated, or no safetensors file ({size:,} bytes)")
+                raise UserError(f"{where}: truncated, or not a safetensors file ({size:,} bytes)")
             header = stream.read(length)
         _check_header(prefix + header, size, where)
         start, entries = _LENGTH_BYTES + length, parse_json(header, where)
@@ -231,8 +230,8 @@ def _why_none(names: list[str]) -> str:
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles:
         return (
-            f"{pickles[0]} is a pickle, which may run code, or of another library: expected "
-            f"{WEIGHTS}, as transformers' save_pretrained writes it"
+            f"{pickles[0]} is a pickle, which may run code, or a file of another library: expected "
+            f"{WEIGHTS}, as written by transformers' save_pretrained"
         )
     return f"has no weights: expected {WEIGHTS}, or {INDEX}"
 

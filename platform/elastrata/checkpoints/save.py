@@ -200,7 +200,7 @@ class DurableSaver:
     def _commit(self, commit: Commit) -> None:
         # Before the marker is written: the storage may have lost a file without an error.
         if wrong := size_problems(self._storage, commit):
-            raise OSError(f"not all was written: {wrong[0]}")
+            raise OSError(f"incomplete: {wrong[0]}")
         self._storage.write(commit.to_json(), commit.folder, MARKER)
         try:
             self._on_commit(commit)
@@ -215,7 +215,10 @@ class DurableSaver:
             for commit in removed:
                 self._on_remove(commit)
         except Exception as error:
-            self._warn(f"{self._what} of step {commit.step} is saved, but after it: {_text(error)}")
+            self._warn(
+                f"{self._what} of step {commit.step} is saved, but cleaning up after it failed: "
+                f"{_text(error)}"
+            )
 
     def _settle(
         self, error: BaseException | None, step: int, folder: str, copy: StagedCopy
@@ -226,7 +229,7 @@ class DurableSaver:
             elif dist.get_rank(self._group) == 0:
                 self._clean_up(error, folder)
                 self._warn(
-                    f"{self._what} of step {step} failed, training goes on: {_reason(error)}"
+                    f"{self._what} of step {step} failed, training continues: {_reason(error)}"
                 )
         finally:
             copy.release()

@@ -53,14 +53,14 @@ class WeightsFolder:
         try:
             content = read_bytes(self.storage, CONFIG)
         except FileNotFoundError:
-            raise UserError(f"{where}: missing: no model of transformers") from None
+            raise UserError(f"{where}: missing: not a model of transformers") from None
         with tempfile.TemporaryDirectory(prefix="elastrata-") as scratch:
             (Path(scratch) / CONFIG).write_bytes(content)
             try:
                 return AutoConfig.from_pretrained(scratch)
             except Exception as error:  # its parsers raise errors of many classes
                 why = " ".join(str(error).split())[:200]
-                raise UserError(f"{where}: no configuration of transformers ({why})") from None
+                raise UserError(f"{where}: not a configuration of transformers ({why})") from None
 
     def tokenizer(self) -> TokenizerFiles | None:
         """Return the tokenizer, as transformers loads it, or None if the folder has no fast one.
@@ -141,7 +141,7 @@ def _from_hub(name: str, revision: str | None) -> WeightsFolder:
     except Exception as error:  # errors of several libraries
         why = " ".join(str(failure or error).split())[:200]
         raise UserError(
-            f"{name}: neither a folder here nor a model that the hub gives{_hint(name)} ({why})"
+            f"{name}: neither a local folder nor a model in the hub{_hint(name)} ({why})"
         ) from None
     return WeightsFolder(Storage(str(path)), hub_revision=path.name)
 

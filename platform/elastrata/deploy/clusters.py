@@ -167,7 +167,7 @@ class LauncherFile(BaseModel):
         }
         resources = {key: _parse_resources(lines) for key, lines in commands.items()}
         problems = [
-            f"{file}: {key}: no --num-cpus: what the machines have cannot be told from the file; "
+            f"{file}: {key}: no --num-cpus: the file does not say how many CPUs the machines have; "
             "add it"
             for key, amounts in resources.items()
             if "CPU" not in amounts
@@ -434,7 +434,7 @@ def check_cluster(cluster: ClusterSpec) -> Iterator[Finding]:
     yield Finding(
         name="cluster",
         status="ok",
-        found=f"{cluster.file}: at most {pluralize(cluster.max_nodes, 'node')} beside the head, "
+        found=f"{cluster.file}: at most {pluralize(cluster.max_nodes, 'node')} besides the head, "
         f"{', '.join(amounts)}",
     )
     for group in cluster.groups if cluster.are_pods else ():
@@ -462,8 +462,8 @@ def check_niceness(file: str, text: str) -> Iterator[Finding]:
         found=f"{file}: {NICENESS} is {'set' if is_named else 'not set'}",
         advice=""
         if is_named
-        else f"{NICENESS}=0 in the environment of every `ray start`: at Ray's own 15 reading data "
-        "starves beside any other work, and training waits",
+        else f"{NICENESS}=0 in the environment of every `ray start`: at Ray's default, 15, any "
+        "other work starves data loading, and training waits",
     )
 
 
@@ -483,14 +483,14 @@ def check_fit(workers: WorkersConfig, cluster: ClusterSpec) -> Iterator[Finding]
     yield Finding(
         name="workers.min",
         status="ok" if workers.min <= room else "problem",
-        found=f"{workers.min}, and there is room for {room} at most",
+        found=f"{workers.min}, but at most {room} fit",
         advice="" if workers.min <= room else _advise("min", room),
     )
     most = room if workers.max == "auto" else workers.max
     yield Finding(
         name="workers.max",
         status="ok" if most <= room else "warning",
-        found=f"{workers.max}, and there is room for {room} at most",
+        found=f"{workers.max}, but at most {room} fit",
         advice="" if most <= room else _advise("max", room),
     )
     count = min(most, room)
@@ -499,10 +499,10 @@ def check_fit(workers: WorkersConfig, cluster: ClusterSpec) -> Iterator[Finding]
     yield Finding(
         name="reading",
         status="ok" if is_enough else "warning",
-        found=f"{cpus_left:g} CPUs left beside {pluralize(count, 'worker')}",
+        found=f"{cpus_left:g} CPUs left besides {pluralize(count, 'worker')}",
         advice=""
         if is_enough
-        else f"workers.cpus below {workers.cpus:g}: data is read with the rest",
+        else f"set workers.cpus below {workers.cpus:g}: data loading needs the rest",
     )
 
 

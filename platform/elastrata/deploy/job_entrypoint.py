@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     expected, tries, *rest = arguments
     if version("elastrata") != expected:
         sys.stderr.write(
-            f"elastrata {version('elastrata')} is installed on the cluster, and {expected} has "
+            f"elastrata {version('elastrata')} is installed on the cluster, but {expected} has "
             "submitted the job; submit without --installed, or install the same version\n"
         )
         return BAD_INPUT

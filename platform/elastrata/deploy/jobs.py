@@ -82,8 +82,8 @@ def submit(
     run = Storage(recipe.storage).uri(name)
     for job in list_running_jobs(server, run):
         raise UserError(
-            f"name: {name}: the job {job.submission_id} trains that run already; `elastrata stop` "
-            "ends it, with its state saved"
+            f"name: {name}: job {job.submission_id} already trains that run; `elastrata stop` "
+            "ends it after a checkpoint"
         )
     command = ["python3", "-m", "elastrata.deploy.job_entrypoint", version("elastrata"), str(tries)]
     with tempfile.TemporaryDirectory() as folder, job_server_errors(server):
@@ -140,7 +140,7 @@ def follow(server: JobSubmissionClient, job: str, show: Callable[[str], None]) -
             # Only failures without any new output count.
             failures = 0 if output.shown > before else failures + 1
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    raise ConnectionError(f"the job server is gone; the job {job} may run on")
+    raise ConnectionError(f"lost the job server; the job {job} may continue")
 
 
 class _Output:
@@ -178,7 +178,7 @@ def stop(server: JobSubmissionClient, wanted: str) -> dict[str, str]:
     """
     jobs = [str(job.submission_id) for job in list_running_jobs(server, wanted)]
     if not jobs:
-        raise UserError(f"{wanted}: no job that runs there trains it")
+        raise UserError(f"{wanted}: no running job on that cluster trains it")
     with job_server_errors(server):
         for job in jobs:
             _ask(server, partial(server.stop_job, job))
@@ -251,7 +251,7 @@ def find_local_paths(recipe: Recipe) -> Iterator[str]:
         if path is not None and not Path(path).is_absolute() and Storage(path).is_local:
             yield (
                 f"{key}: {path}: expected a URL, or the absolute path of a folder that all nodes "
-                "share: a job's own folder is gone with it"
+                "share: a job's own folder is deleted with the job"
             )
 
 
@@ -278,8 +278,8 @@ def connect_to_job_server(cluster: str) -> Iterator[JobSubmissionClient]:
     path = find_cluster_file(cluster)
     if not is_launcher_file(path, cluster):
         raise UserError(
-            f"--cluster: {cluster}: Kubernetes leads to it: kubectl port-forward "
-            f"service/NAME-head-svc {_PORT}, then --cluster http://127.0.0.1:{_PORT}"
+            f"--cluster: {cluster}: on Kubernetes, run kubectl port-forward "
+            f"service/NAME-head-svc {_PORT}, then use --cluster http://127.0.0.1:{_PORT}"
         )
     with _tunnel(path, cluster) as address:
         yield _connect(address, cluster)
@@ -298,11 +298,9 @@ def job_server_errors(server: JobSubmissionClient) -> Iterator[None]:
         lines = [line for text in str(error).splitlines() if (line := text.strip(" ."))]
         hint = ""
         if _NO_AGENT in str(error):
-            hint = (
-                ": jobs need ray[default] on the head node; its log dashboard_agent.log says more"
-            )
+            hint = ": jobs need ray[default] on the head node; see its log dashboard_agent.log"
         raise UserError(
-            f"--cluster: {server.get_address()}: the job server cannot do it "
+            f"--cluster: {server.get_address()}: the job server failed "
             f"({lines[-1] if lines else type(error).__name__}){hint}"
         ) from error
 
@@ -370,7 +368,7 @@ def _tunnel(file: Path, shown: str) -> Iterator[str]:
                     tunnel.terminate()
                     output = [line.strip() for line in tunnel.communicate()[0].splitlines()]
                     reason = next((line for line in reversed(output) if line), NO_ANSWER)
-                    raise UserError(f"--cluster: {shown}: `ray dashboard` leads nowhere ({reason})")
+                    raise UserError(f"--cluster: {shown}: `ray dashboard` failed ({reason})")
                 time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -61,7 +61,7 @@ def query_aws(url: str) -> NoticeQuery:
             return None
         action = json.loads(answer)
         time = datetime.fromisoformat(action["time"]).timestamp()
-        return Notice(f"AWS: the spot machine gets: {action['action']}", time)
+        return Notice(f"AWS: action for the spot instance: {action['action']}", time)
 
     return look
 
@@ -74,7 +74,7 @@ def query_gcp(url: str) -> NoticeQuery:
         answer = _get(f"{url}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
         if answer is None or answer.strip() != "TRUE":
             return None
-        return Notice("Google Cloud: the spot machine is preempted", now + _GCP_SECONDS)
+        return Notice("Google Cloud: the spot VM is being preempted", now + _GCP_SECONDS)
 
     return look
 
@@ -96,7 +96,7 @@ def query_azure(url: str) -> NoticeQuery:
             if own_name in event["Resources"]:
                 starts = event.get("NotBefore")  # empty once it has started
                 time = parsedate_to_datetime(starts).timestamp() if starts else now
-                return Notice(f"Azure: the machine gets: {event['EventType']}", time)
+                return Notice(f"Azure: event for the VM: {event['EventType']}", time)
         return None
 
     return look
@@ -168,7 +168,7 @@ def wait_for_notice(
             notice = look(time.time())
         except (OSError, ValueError, KeyError) as error:  # no answer, or an invalid one
             if not is_silent:
-                say(f"the metadata server does not answer as it should ({error}); asking on")
+                say(f"unexpected answer of the metadata server ({error}); trying again")
             is_silent = True
         else:
             if is_silent:
@@ -238,7 +238,7 @@ def drain(
             if ray_nodes:
                 seconds = max(0.0, notice.time - time.time())
                 names = ", ".join(node.id for node in ray_nodes)
-                say(f"{notice.text}; drained {names}, which will be gone in {seconds:.0f} s")
+                say(f"{notice.text}; drained {names}, which will stop in {seconds:.0f} s")
                 return ray_nodes
             failure = "no Ray node of this machine is alive"
         if time.time() >= notice.time:

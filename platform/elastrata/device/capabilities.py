@@ -287,7 +287,7 @@ def substitutions(
         )
     if compile and not capabilities.can_compile:
         lines.append(
-            f"compile: true: {capabilities.missing_compiler} is not on the path; operators run one "
+            f"compile: true: {capabilities.missing_compiler} is not on PATH; operators run one "
             "by one instead"
         )
     if skip_zeros and not capabilities.skips_zeros:

@@ -262,7 +262,7 @@ def describe_token(error: Exception) -> str:
     # Ray goes on with several sentences of advice.
     reason = str(error).strip().splitlines()[0].partition(". ")[0]
     return (
-        f"it wants its token ({reason}): set RAY_AUTH_MODE=token, and give the token in "
+        f"the cluster requires a token ({reason}): set RAY_AUTH_MODE=token, and give the token in "
         "RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token"
     )
 

@@ -38,7 +38,7 @@ def recipe_schema() -> dict[str, Any]:
     recipe["properties"]["phases"]["items"] = {"$ref": f"{_DEFS}Phase{_VARIANT}"}
     # `begin_with` can replace `workload`.
     recipe["required"] = [key for key in recipe["required"] if key != "workload"]
-    base = "A recipe's file or name; this one says only what is different."
+    base = "File or name of the recipe that this one changes."
     schema = extending_schema("Recipe", {**recipe, "$defs": defs}, base)
     whole = {"allOf": [schema["else"], _HAS_LENGTH, _HAS_MODEL]}
     return {**schema, "title": "Elastrata recipe", "else": whole}

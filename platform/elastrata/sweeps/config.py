@@ -68,7 +68,7 @@ def sweep_schema() -> dict[str, Any]:
     checks."""
     from elastrata.recipe.schema import extending_schema  # imports torch
 
-    base = "A sweep's file; this one says only what is different."
+    base = "File of the sweep that this one changes."
     schema = extending_schema("Sweep", SweepConfig.model_json_schema(), base)
     return {**schema, "title": "Elastrata sweep"}
 
@@ -200,7 +200,7 @@ def key_problems(keys: Iterable[str], recipe: Recipe) -> Iterator[str]:
     for key in keys:
         parent, _, last = key.rpartition(".")
         if key.split(".")[0] in FIXED_SECTIONS:
-            yield f"space.{key}: is the same in all trials of a sweep"
+            yield f"space.{key}: cannot differ between the trials of a sweep"
         # A trailing number is an index into a list, such as `optimizer.betas.1`.
         elif key not in known_keys and not (last.isdigit() and parent in known_keys):
             yield f"space.{key}: unknown key of the recipe{_suggest_key(key, known_keys)}"
@@ -211,7 +211,7 @@ def metric_problems(metric: str, recipe: Recipe) -> Iterator[str]:
     reported = evaluation_metrics(recipe.workload, recipe.evaluation.sets)
     if metric not in reported:
         yield (
-            f"metric: {metric!r}: the recipe never reports it; expected one of "
+            f"metric: {metric!r}: not reported by the recipe; expected one of "
             f"{', '.join(reported)}{suggest_nearest(metric, reported)}"
         )
 
@@ -248,7 +248,7 @@ def _grid_problems(config: SweepConfig) -> Iterator[str]:
         # Invalid domains are reported by `_domain_problems`; here each counts as one value.
         values = () if domain.problems() else domain.grid()
         if values is None:
-            yield f"space.{key}.points: missing: a grid needs to know how many values"
+            yield f"space.{key}.points: missing: a grid needs a number of values"
         points *= len(values or (None,))
     if points > _MOST_POINTS:
         yield (
@@ -265,7 +265,7 @@ def _scheduler_problems(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
     if every and is_in_steps and every >= (steps := recipe.steps_in_all):
         yield (
             f"changes.evaluation.every: {every}: expected fewer than steps ({steps}): scheduler "
-            f"{config.scheduler.name!r} looks at trials after their evaluations"
+            f"{config.scheduler.name!r} compares trials after their evaluations"
         )
     if isinstance(config.scheduler, PbtConfig):
         yield from _population_problems(config, recipe)
@@ -282,8 +282,8 @@ def _population_problems(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
     for key, domain in config.space.items():
         if key.split(".")[0] not in PBT_MAY_CHANGE or key == "optimizer.name":
             yield (
-                f"space.{key}: a run cannot go on with another value of it, as scheduler 'pbt' "
-                f"wants; expected keys of {', '.join(PBT_MAY_CHANGE)}"
+                f"space.{key}: scheduler 'pbt' cannot change it during a run; "
+                f"expected keys of {', '.join(PBT_MAY_CHANGE)}"
             )
         if domain.when:
             yield f"space.{key}.when: not possible with scheduler 'pbt'"

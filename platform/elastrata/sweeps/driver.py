@@ -289,7 +289,7 @@ class SweepDriver:
         # A copied folder must not write to the MLflow runs of the original.
         def is_copied(original: str) -> bool:
             if found := is_copy(folder, original, _read_mlflow_run_id):
-                warn(f"{folder.uri()}: a copy of {original}; it gets MLflow runs of its own")
+                warn(f"{folder.uri()}: a copy of {original}; it gets new MLflow runs")
             return found
 
         data = find_training_data(recipe)
@@ -348,7 +348,7 @@ class SweepDriver:
         scratch = TemporaryDirectory()
         try:
             with self.interrupt.heard(
-                lambda name: self.warn(f"{name}: ending with the best so far")
+                lambda name: self.warn(f"{name}: ending the sweep with the best trial so far")
             ):
                 self.interrupt.run(
                     lambda: self._run_trials(shares, trials, tokens, began),
@@ -470,7 +470,7 @@ class SweepDriver:
             model = export_model(self.job.folder.uri(trial), scratch / "model")
             return to_loadable(model, scratch / "mlmodel")
         except Exception as error:  # the checkpoint can still be registered
-            self.warn(f"the best trial's model is in MLflow as a checkpoint only: {error}")
+            self.warn(f"the best trial's model is in MLflow only as a checkpoint: {error}")
             return None
 
     def _delete_checkpoints(self, *, but: str = "", at_the_end: bool = False) -> None:
@@ -493,7 +493,7 @@ class SweepDriver:
         try:
             publish(self.folder, self.standings, self.config, self.record.whole, self.warn)
         except Exception as error:  # a failed plot must not fail the sweep
-            self.warn(f"no report of the sweep: {error}")
+            self.warn(f"cannot write the report of the sweep: {error}")
 
 
 def _read_mlflow_run_id(folder: Storage) -> str | None:
@@ -563,7 +563,7 @@ class Watch(Callback):
         self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any
     ) -> None:
         """Warn that the process of a trial died and that another one continues it."""
-        self._warn(f"trial {trial!s}: its process died; going on from its checkpoint")
+        self._warn(f"trial {trial!s}: its process died; resuming from its checkpoint")
 
     def on_trial_error(
         self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any

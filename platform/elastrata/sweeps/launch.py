@@ -122,7 +122,7 @@ def check_journal(folder: Storage, config: SweepConfig) -> tuple[str, ...]:
     return (
         *journal.problems,
         *unknown_trials(folder, standings),
-        *(f"{trial.uri()}: the history is gone" for trial in without_history),
+        *(f"{trial.uri()}: the history is missing" for trial in without_history),
     )
 
 
@@ -160,8 +160,8 @@ def _estimate_trial_tokens(recipe: Recipe) -> int:
     data = find_training_data(resolve_steps(recipe))
     if None in data.held_out:
         raise UserError(
-            f"data.path: {recipe.parts[0].data.path}: has no held-out data, which trials are "
-            "compared by; prepare with data.prepare.held_out, or give evaluation.path"
+            f"data.path: {recipe.parts[0].data.path}: has no held-out data, which is needed to "
+            "compare trials; prepare with data.prepare.held_out, or give evaluation.path"
         )
     return sum(
         count_samples(phase.steps, full=phase.batch_size, warmup=phase.warmup)

@@ -61,7 +61,7 @@ def check_same_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None
             and not _PREPARATION.match(key)
         ]
     if problems:
-        advice = "choose another --name, or give it back its values"
+        advice = "choose another --name, or restore its values"
         raise UserError(*problems, f"sweep '{config.name}' exists; {advice}")
 
 
@@ -87,7 +87,7 @@ def read_sweep(folder: Storage) -> SweepConfig:
         UserError: the folder holds no sweep, or its file is damaged.
     """
     if not folder.exists(SWEEP_FILE):
-        raise UserError(f"{folder.uri()}: no sweep there")
+        raise UserError(f"{folder.uri()}: no sweep here")
     try:
         return SweepConfig.model_validate(values := read_values(folder, SWEEP_FILE))
     except ValidationError as error:
@@ -118,7 +118,7 @@ def read_journal(folder: Storage) -> History:
     if journal_history.entries and all(
         entry["kind"] != LAUNCHED for entry in journal_history.entries
     ):
-        raise UserError(f"{journal.uri()}: no launch is noted: it is the history of something else")
+        raise UserError(f"{journal.uri()}: no launch is recorded: not the journal of a sweep")
     return journal_history
 
 
@@ -241,7 +241,7 @@ def unknown_trials(folder: Storage, standings: Standings) -> list[str]:
     """Return a line per trial folder that the journal does not name, because its lines are lost."""
     names = [name for name in list_names(folder, TRIALS) if name not in standings.trials]
     return [
-        f"{folder.uri(TRIALS, name)}: not in the journal, whose lines are lost" for name in names
+        f"{folder.uri(TRIALS, name)}: not in the journal, which has lost lines" for name in names
     ]
 
 

@@ -67,7 +67,7 @@ class _Range(DomainKeys):
     @override
     def problems(self) -> list[str]:
         low, high = self.ends
-        return [] if low < high else [f"[{low:g}, {high:g}]: expected the smaller one first"]
+        return [] if low < high else [f"[{low:g}, {high:g}]: expected the smaller value first"]
 
     @override
     def grid(self) -> tuple[Value, ...] | None:
@@ -172,7 +172,7 @@ class Choice(DomainKeys):
     @override
     def problems(self) -> list[str]:
         counts = Counter(map(repr, self.choice))
-        return [f"{value}: is there twice" for value in sorted(counts) if counts[value] > 1]
+        return [f"{value}: listed twice" for value in sorted(counts) if counts[value] > 1]
 
     @override
     def value_at(self, share: float) -> Value:

@@ -395,8 +395,8 @@ def _check_held_out(data: TrainingData) -> None:
     for phase, batches in zip(data.phases, data.held_out, strict=True):
         if batches is None:
             raise UserError(
-                f"{phase.batches.url}: has no held-out data, which trials are compared by; prepare "
-                "with data.prepare.held_out, or give evaluation.path"
+                f"{phase.batches.url}: has no held-out data, which is needed to compare trials; "
+                "prepare with data.prepare.held_out, or give evaluation.path"
             )
 
 

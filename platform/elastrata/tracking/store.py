@@ -83,10 +83,10 @@ def check_database(path: Path) -> bool:
         raise
     except sqlite3.DatabaseError as error:
         raise UserError(
-            f"{path}: cannot be reached: damaged, or no SQLite database ({error}); {_AGAIN}"
+            f"{path}: cannot be reached: damaged, or not a SQLite database ({error}); {_AGAIN}"
         ) from None
     missing = ", ".join(sorted(_CORE - tables)) or f"{_VERSION}'s or {_EXPERIMENTS}' rows"
-    raise UserError(f"{path}: half of an MLflow database, without {missing}; {_AGAIN}")
+    raise UserError(f"{path}: incomplete MLflow database, without {missing}; {_AGAIN}")
 
 
 def ensure_database(path: Path) -> None:
@@ -139,7 +139,7 @@ def _check_no_foreign_tables(path: Path) -> None:
     if foreign := [name for name in foreign if not name.lstrip("_").startswith("alembic_")]:
         raise UserError(
             f"{path}: a database of another program (tables {', '.join(foreign[:3])}): expected "
-            "MLflow's, or a file that is not there"
+            "MLflow's, or a new file"
         )
 
 
@@ -157,8 +157,8 @@ def _move_aside(path: Path) -> None:
     for ending in endings:
         Path(f"{path}{ending}").rename(f"{aside}{ending}")
     _log.warning(
-        "%s: what is left of an MLflow database, in which nothing was recorded, is now %s; a new "
-        "one is made", path, aside,
+        "%s: an MLflow database without any records was incomplete and is now %s; a new "
+        "one is created", path, aside,
     )  # fmt: skip
 
 
@@ -443,7 +443,7 @@ def check_store(uri: str) -> None:
         raise
     except Exception as error:  # errors of SQLAlchemy, requests and drivers pass through MLflow
         raise UserError(
-            f"tracking.uri: {redact_uri(uri)}: no MLflow answers there ({_reason(error)})"
+            f"tracking.uri: {redact_uri(uri)}: no MLflow server answers there ({_reason(error)})"
         ) from error
 
 

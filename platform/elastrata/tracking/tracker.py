@@ -350,7 +350,8 @@ class Tracker:
         left = self._outbox.close(_SECONDS_TO_FINISH)
         if left:
             _log.warning(
-                "MLflow at %s does not answer: run %s lacks %d records and its final status %s",
+                "MLflow at %s does not answer: run %s is missing %d records and its final status "
+                "%s",
                 *(redact_uri(self.uri), self.run_id, left - 1, status),
             )
 

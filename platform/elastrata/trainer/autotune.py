@@ -48,7 +48,8 @@ _ERROR = 1.1
 exceeds the device's by more than this factor."""
 _GIB = 2**30
 _DIVIDE = (
-    "more workers, or parallel.tensor, divide the model further; `elastrata plan` tells what fits"
+    "use more workers or parallel.tensor to divide the model further; `elastrata plan` shows "
+    "what fits"
 )
 
 
@@ -71,11 +72,11 @@ def describe_fitting_choices(recipe: Recipe, phases: Sequence[Phase]) -> str:
     tried = f"{where}: {_keys(taken)} does not fit"
     if not fitting:
         return (
-            f"{tried}, nor by the plan anything smaller on {pluralize(world_size, 'worker')}; "
+            f"{tried}, nor, by the plan, would smaller ones on {pluralize(world_size, 'worker')}; "
             f"{_DIVIDE}"
         )
     best = smaller.best(lambda choice: choice in fitting)
-    return f"{tried}; {_keys(best)} does by the plan ({smaller.bytes(best) / _GIB:.1f} GiB)"
+    return f"{tried}; by the plan, {_keys(best)} fits ({smaller.bytes(best) / _GIB:.1f} GiB)"
 
 
 def check_smallest_fits(
@@ -94,8 +95,8 @@ def check_smallest_fits(
         if len(choices.all) > 1 and needed > _ERROR * room:
             who = f"a worker on {name}" if len(kinds) > 1 else "a worker"
             lines.append(
-                f"micro_batch_tokens: 'auto': even with {describe_choice(smallest)} {who} is to "
-                f"need {needed / _GIB:.2f} GiB, and has {room / _GIB:.2f}; {_DIVIDE}"
+                f"micro_batch_tokens: 'auto': even with {describe_choice(smallest)} {who} "
+                f"would need {needed / _GIB:.2f} GiB, but has {room / _GIB:.2f}; {_DIVIDE}"
             )
     if lines:
         raise UserError(*lines)
@@ -349,7 +350,7 @@ class ChoiceTuner:
         if known := self._known.find(self._keys(self._phase), choices, memory):
             self._apply(known)
             self._is_settled = True
-            return self._chosen_event(step, "as before in such a group")
+            return self._chosen_event(step, "as before in a group of this size")
         check_smallest_fits(choices, memory, self._names)
         planned = best_together(choices, lambda n, one: choices[n].bytes(one) <= USABLE * memory[n])
         for correction in self._corrections:

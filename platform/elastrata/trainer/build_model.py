@@ -183,8 +183,8 @@ def missing_features(recipe: Recipe, here: DeviceCapabilities) -> list[str]:
     uncompiled = []
     if may_be_selective and here.can_compile and recipe.workload.interrupts_graphs(here, dtype):
         uncompiled = [
-            "compile: true: dense attention on a GPU interrupts graphs: with "
-            "activation_checkpointing selective blocks run uncompiled instead; full or none "
+            "compile: true: dense attention on a GPU breaks graphs: with "
+            "activation_checkpointing selective blocks run uncompiled; full or none "
             "compiles the rest of them"
         ]
     return [

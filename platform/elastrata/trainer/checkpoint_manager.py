@@ -341,7 +341,7 @@ class MemoryCopies:
             self._has_room = needed <= self._limit_bytes
             if not self._has_room and dist.get_rank() == 0:
                 self._warn(
-                    f"checkpoint.hot_bytes: {self._limit_bytes}: no copies in memory are made, as "
+                    f"checkpoint.hot_bytes: {self._limit_bytes}: no in-memory checkpoints, because "
                     f"a node would need {needed}; a lost worker costs the steps since the last "
                     "checkpoint"
                 )

@@ -271,7 +271,7 @@ def _find_held_out(
 def _missing_target_problem(recipe: Recipe, found: Sequence[_DataSet]) -> str:
     assert recipe.target is not None
     return (
-        f"target.metric: {recipe.target.metric}: needs held-out data, and there is none in "
+        f"target.metric: {recipe.target.metric}: needs held-out data, but there is none in "
         f"{found[0].storage.uri(HELD_OUT)}; prepare with data.prepare.held_out, or give "
         "evaluation.path"
     )
@@ -323,7 +323,7 @@ def _mismatch_problems(part: PhaseKeys, manifests: Sequence[Manifest]) -> Iterat
             if value != usual:
                 yield (
                     f"data.{key}: {place}: {called} {value}, expected {usual}, as in {example}: "
-                    "all sources have one"
+                    "all sources must agree"
                 )
 
 
@@ -334,7 +334,7 @@ def _duplicate_problems(part: PhaseKeys, manifests: Sequence[Manifest]) -> Itera
     for (key, place), manifest in zip(part.data.places.items(), manifests, strict=True):
         first = first_places.setdefault(manifest.fingerprint, place)
         if first != place:
-            yield f"data.{key}: {place}: the same data set as {first}: expected one of them"
+            yield f"data.{key}: {place}: the same data set as {first}: expected it once"
 
 
 def _small_source_problems(part: PhaseKeys, manifests: Sequence[Manifest]) -> Iterator[str]:
@@ -388,7 +388,7 @@ def _limit_lines(recipe: Recipe, number: int, phase: Phase, taken: dict[str, int
         least = math.ceil(count / found.manifest.samples * 100) / 100
         yield (
             f"data.sources.{at}.max_epochs: {source.max_epochs:g}: {pluralize(count, 'sample')} of "
-            f"{source.name} are taken by the end of the phase, of {found.manifest.samples:,}: "
+            f"{source.name} are taken by the end of the phase, out of {found.manifest.samples:,}: "
             f"expected at least {least:.2f}, fewer steps, a smaller weight, or "
             "data.when_exhausted redistribute"
         )
@@ -407,6 +407,6 @@ def _exhaustion_problem(recipe: Recipe, phases: Sequence[Phase]) -> str:
     return (
         f"data.when_exhausted: redistribute: {pluralize(recipe.steps_in_all, 'step')} take "
         f"{samples:,} "
-        f"samples in all, and max_epochs leaves {left}: expected fewer steps, or a source without "
+        f"samples in all, but max_epochs allows {left}: expected fewer steps, or a source without "
         "limit"
     )

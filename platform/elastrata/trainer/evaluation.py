@@ -53,7 +53,7 @@ def set_problems(
     """Yield a line for each mismatch between the evaluation sets and the training data."""
     if sets and None in held_out:
         yield (
-            "evaluation.sets: nothing is held out of the training data, which they are beside: "
+            "evaluation.sets: needs held-out training data as well: "
             "prepare with data.prepare.held_out, or give evaluation.path"
         )
     for found in sets.values():

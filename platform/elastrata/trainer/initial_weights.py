@@ -63,16 +63,17 @@ def find_parent(
     found = _find_weights(begin, recipe, data, warn, before.commit if before else None)
     if before and found.sha256 != before.sha256:
         raise UserError(
-            f"{_KEY}: {begin.weights}: not the weights any more that the run began with: SHA-256 "
+            f"{_KEY}: {begin.weights}: no longer the weights that the run began with: SHA-256 "
             f"{found.sha256[:12]}..., expected {before.sha256[:12]}..."
         )
     new = recipe.workload.num_ids(data.vocabulary) - found.num_ids
     if new > 0:
-        warn(f"{_KEY}: {begin.weights}: the rows of {new:,} new ids are drawn")
-    elif more := found.num_ids - data.vocabulary.size:
         warn(
-            f"{_KEY}: {begin.weights}: {pluralize(more, 'row')} without an id of the tokenizer kept"
+            f"{_KEY}: {begin.weights}: embeddings of {pluralize(new, 'new token id')} are "
+            "initialised at random"
         )
+    elif more := found.num_ids - data.vocabulary.size:
+        warn(f"{_KEY}: {begin.weights}: keeping {pluralize(more, 'embedding')} without a token id")
     return found
 
 
@@ -186,7 +187,7 @@ def _given(
     manifest, name = _find_manifest(data_set, data), run.uri()
     name = f"{name}, step {commit.step}" if commit else name
     if manifest is None and commit:
-        warn(f"{data_set.url}: not the data set of {name} any more: its ids are not checked")
+        warn(f"{data_set.url}: no longer the data set of {name}: its token ids are not checked")
     return GivenWeights(
         name=name,
         workload=before.workload.name,
@@ -223,7 +224,7 @@ def _optimizer_problems(
         *model
     ):
         yield (
-            "begin_with.optimizer: true: the tables of ids have other sizes in "
+            "begin_with.optimizer: true: the embeddings have other sizes in "
             f"{given.name}: expected false"
         )
 
@@ -265,12 +266,12 @@ def find_folder_parent(
     )
     lines = [*fit_problems(given, begin, recipe, data), *_type_problems(counting, name)]
     if begin.optimizer:
-        lines.append("begin_with.optimizer: true: expected false: a folder has weights alone")
+        lines.append("begin_with.optimizer: true: expected false: a folder has only weights")
     # Values are checked last: they need the tensors' bytes, the other checks only headers.
     if lines := lines or [*_value_problems(folder.weights, names, table, ours, name)]:
         raise UserError(*lines)
     if left_out:
-        warn(f"{_KEY}: {name}: left out, as the model has no such part: {abbreviate(left_out)}")
+        warn(f"{_KEY}: {name}: left out because the model has no such part: {abbreviate(left_out)}")
     return _make_parent(folder, begin.place, given.num_ids)
 
 
@@ -298,13 +299,13 @@ def _match_model(
         raise UserError(*(f"{where}: {line}" for line in error.problems)) from None
     if settings is None or not isinstance(workload, HasCounterpart):
         raise UserError(
-            f"{where}: a {config.model_type}: workload {workload.name} is none of these"
+            f"{where}: a {config.model_type}: expected a model of workload {workload.name}"
         )
     try:
         theirs = type(workload).model_validate({**workload.model_dump(), **settings})
     except ValidationError as error:
         why = error.errors()[0]["msg"]
-        raise UserError(f"{where}: no model of workload {workload.name} ({why})") from None
+        raise UserError(f"{where}: not a model of workload {workload.name} ({why})") from None
     architecture = {k: v for k, v in theirs.architecture().items() if k in settings}
     # Otherwise tensors are compared with the folder's own model, for readable differences.
     is_same = architecture.items() <= workload.architecture().items()
@@ -317,7 +318,7 @@ def _read_tokenizer(
     """Return the folder's tokenizer, or None if it has no fast one."""
     files = folder.tokenizer()
     if files is None:
-        warn(f"{_KEY}: {name}: no {TOKENIZER} in it: its ids are not checked")
+        warn(f"{_KEY}: {name}: has no {TOKENIZER}: its token ids are not checked")
         return None
     return GivenTokenizer(fingerprint=files.fingerprint, ids=files.ids)
 
@@ -344,7 +345,7 @@ def _value_problems(
         if tied in names and not torch.equal(
             _read_whole(weights, names[tied]), _read_whole(weights, names[other])
         ):
-            yield f"{_KEY}: {name}: {tied} differs from {other}, though the model ties them"
+            yield f"{_KEY}: {name}: {tied} differs from {other}, but the model ties them"
     # Biases of zero are lost without a change of the outputs.
     lost = [
         bias
@@ -441,7 +442,7 @@ def _tensor_problems(
         hints = suggest_nearest(min(missing), extra)
         yield f"{given.name}: lacks {abbreviate(missing)}{hints}"
     if extra:
-        yield f"{given.name}: has {abbreviate(extra)}, which the model has not"
+        yield f"{given.name}: has {abbreviate(extra)}, which the model lacks"
     for name in sorted(expected.keys() & sizes.keys()):
         # The number of rows of a table of ids may differ: the vocabulary may be extended.
         first = 1 if name in tables else 0
@@ -467,16 +468,16 @@ def _vocabulary_problems(
     num_ids, url = workload.num_ids(data.vocabulary), data.train.url
     holder = f"the tokenizer of {url}" if num_ids == data.vocabulary.size else "the model"
     if wrong := _describe_changed_ids(given.tokenizer, Storage(url), data.train.manifest):
-        yield f"data.path: {url}: its tokenizer has other ids than that of {given.name}: {wrong}"
+        yield f"data.path: {url}: its token ids differ from those of {given.name}: {wrong}"
     elif num_ids < given.num_ids:
         yield (
             f"data.path: {url}: its tokenizer has {num_ids:,} ids, {given.name} {given.num_ids:,}: "
-            "expected as many, or more"
+            "expected at least as many"
         )
     elif num_ids > given.num_ids and not begin.extend_vocabulary:
         yield (
             f"begin_with.extend_vocabulary: false: {holder} has {num_ids:,} ids, "
-            f"{given.name} {given.num_ids:,}: expected true, which draws the rows of new ones"
+            f"{given.name} {given.num_ids:,}: expected true, which initialises new ones at random"
         )
 
 
@@ -553,7 +554,7 @@ def _check_finite(model: nn.Module, where: str) -> None:
     for name, parameter in model.named_parameters():
         shard = local(parameter)
         if shard.numel() and not all(end.isfinite() for end in torch.aminmax(shard)):
-            raise UserError(f"{where}: {name}: has NaN or infinite numbers: expected finite ones")
+            raise UserError(f"{where}: {name}: contains NaN or infinity: expected finite numbers")
 
 
 def _read_commit(checkpoints: Storage, parent: Parent) -> Commit:
@@ -564,4 +565,4 @@ def _read_commit(checkpoints: Storage, parent: Parent) -> Commit:
             raise UserError(f"{where}: altered since the run began with it")
         return Commit.from_json(checkpoints.read(parent.commit, MARKER), parent.commit)
     except FileNotFoundError:
-        raise UserError(f"{where}: not there any more, and the run has to begin with it") from None
+        raise UserError(f"{where}: missing, but the run needs it to begin") from None

@@ -167,7 +167,7 @@ def _tokenizer_problems(recipe: Recipe, manifests: Sequence[Manifest]) -> Iterat
             key, place = next(iter(part.data.places.items()))
             yield (
                 f"phases.{number}.data.{key}: {place}: prepared with another tokenizer than "
-                f"{first}; `elastrata prepare` of the recipe makes both with one"
+                f"{first}; `elastrata prepare` of the recipe makes both with the same one"
             )
 
 

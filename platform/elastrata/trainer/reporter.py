@@ -131,7 +131,9 @@ class Reporter:
         """
         # Before the removal: a checkpoint that is gone without a record counts as lost.
         if not self._add("removed", {"commits": list(folders)}, flush=True):
-            raise OSError("old checkpoints stay, as the history cannot take that they go")
+            raise OSError(
+                "keeping old checkpoints, because the history cannot record their removal"
+            )
 
     def on_removal(self, uri: str) -> None:
         """Report a removed checkpoint."""

@@ -373,7 +373,7 @@ def check_same_deal(sums: Mapping[str, float], speeds: Speeds) -> None:
     """
     # If deals differ, at least one rank has speeds. So ranks without speeds need no check.
     if speeds and sums["dealt_by"] != sums["hands"] * _checksum(speeds):
-        raise RuntimeError("the ranks have hands of different deals")
+        raise RuntimeError("the ranks have samples of different deals")
 
 
 def _checksum(speeds: Speeds) -> int:
@@ -587,7 +587,8 @@ def _nonfinite_message(step: int, result: StepResult) -> str:
     terms = ", ".join(f"{name} {value:g}" for name, value in result.loss.terms.items())
     return (
         f"step {step}: loss {result.loss.total:g} ({terms}), gradient norm "
-        f"{result.gradient_norm:g}: not finite, nothing was updated; try a smaller optimizer.lr, "
+        f"{result.gradient_norm:g}: not finite, so nothing was updated; try a smaller "
+        "optimizer.lr, "
         "or on_nonfinite=skip to leave such batches out"
     )
 

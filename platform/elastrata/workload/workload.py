@@ -324,7 +324,9 @@ def stage_problems(workload: Workload, num_stages: int) -> list[str]:
     stages."""
     if isinstance(workload, PipelineParallel):
         return workload.stage_problems(num_stages)
-    return [f"parallel.pipeline: expected 1: workload {workload.name} cannot be cut into stages"]
+    return [
+        f"parallel.pipeline: expected 1: workload {workload.name} cannot be divided into stages"
+    ]
 
 
 def model_spec(workload: Workload, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
@@ -334,7 +336,7 @@ def model_spec(workload: Workload, vocabulary: Vocabulary, seq_len: int) -> Mode
         UserError: the workload is not `PlannableWorkload`.
     """
     if not isinstance(workload, PlannableWorkload):
-        raise UserError(f"workload.name: {workload.name}: such models cannot be planned")
+        raise UserError(f"workload.name: {workload.name}: the planner does not support such models")
     return workload.model_spec(vocabulary, seq_len)
 
 

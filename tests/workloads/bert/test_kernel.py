@@ -17,7 +17,7 @@ from elastrata_workloads.unpadded.shapes import has_varlen
 from support.synthetic import tiny_recipe
 
 BF16, FP32 = torch.bfloat16, torch.float32
-INSTEAD = "; dense instead, one call per run of samples of equal length"
+INSTEAD = "; using dense instead, one call per run of samples of equal length"
 
 
 def machine(device: str, capability: tuple[int, int] | None) -> DeviceCapabilities:
@@ -53,7 +53,7 @@ def test_a_size_of_heads_without_a_kernel_is_told_and_computed_densely(monkeypat
     bert, h100 = Bert(hidden_size=312, num_heads=12), machine("an H100", (9, 0))
     (line,) = bert.substitutions(h100, BF16)
     assert line == (
-        "workload.attention: auto: there is none for heads of 26, but for multiples of 8 up to 256"
+        "workload.attention: auto: unavailable for heads of 26, only for multiples of 8 up to 256"
         + INSTEAD
     )
     assert bert.interrupts_graphs(h100, BF16)
@@ -76,9 +76,7 @@ def test_a_size_of_heads_without_a_kernel_is_told_and_computed_densely(monkeypat
     ],
 )
 def test_only_what_is_asked_for_is_missed(kernel, device, dtype, lines) -> None:
-    expected = [
-        f"workload.attention: varlen: there is none for {where}{INSTEAD}" for where in lines
-    ]
+    expected = [f"workload.attention: varlen: unavailable for {where}{INSTEAD}" for where in lines]
     assert Bert(attention=kernel).substitutions(device, dtype) == expected
 
 

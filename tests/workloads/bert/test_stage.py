@@ -1,4 +1,4 @@
-"""A model cut into stages is the same model."""
+"""A model divided into stages is the same model."""
 
 from __future__ import annotations
 

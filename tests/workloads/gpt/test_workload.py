@@ -60,11 +60,11 @@ def test_the_defaults_are_gpt2_of_124_million(manifest) -> None:
     [
         (
             {"hidden_size": 128, "num_heads": 3},
-            "num_heads (3) must divide hidden_size (128); the nearest that does is 2",
+            "num_heads (3) must divide hidden_size (128); the nearest divisor is 2",
         ),
         (
             {"hidden_size": 128, "num_heads": 8, "num_kv_heads": 3},
-            "num_kv_heads (3) must divide num_heads (8); the nearest that does is 2",
+            "num_kv_heads (3) must divide num_heads (8); the nearest divisor is 2",
         ),
         (
             {"hidden_size": 36, "num_heads": 12, "positions": "rotary"},
@@ -99,7 +99,7 @@ def test_a_kernel_that_is_not_there_is_told() -> None:
         device="this CPU", capability=None, has_bf16=True, missing_compiler=None
     )
     (line,) = Gpt(attention="varlen").substitutions(cpu, torch.bfloat16)
-    assert line.startswith("workload.attention: varlen: there is none for this CPU")
+    assert line.startswith("workload.attention: varlen: unavailable for this CPU")
     assert Gpt().substitutions(cpu, torch.bfloat16) == []
 
 

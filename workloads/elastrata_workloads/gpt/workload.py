@@ -180,8 +180,8 @@ class Gpt(UnpaddedTransformer):
         if manifest.vocabulary.mask_id is None or not has_frame(manifest.vocabulary):
             return []
         return [
-            "its tokenizer has a mask token, as BERT's have, and no end of text: a gpt would learn "
-            "to write [CLS] and [SEP], too; prepare with tokenizer.train: bpe, or --tokenizer bpe"
+            "its tokenizer has a mask token, as BERT's have, and no end of text: a gpt would also "
+            "learn to write [CLS] and [SEP]; prepare with tokenizer.train: bpe, or --tokenizer bpe"
         ]
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> GptModel:

@@ -65,13 +65,15 @@ def kernel_substitutions(
     if kernel == "dense" or has_varlen(capability, dtype, head_size):
         return []
     if has_varlen(capability, dtype):
-        where = f"heads of {head_size}, but for multiples of {_HEAD_MULTIPLE} up to {_LARGEST_HEAD}"
+        where = (
+            f"heads of {head_size}, only for multiples of {_HEAD_MULTIPLE} up to {_LARGEST_HEAD}"
+        )
     elif kernel == "auto":
         return []
     else:
         where = "fp32" if has_varlen(capability, torch.bfloat16) else capabilities.device
     return [
-        f"workload.attention: {kernel}: there is none for {where}; dense instead, one call per "
+        f"workload.attention: {kernel}: unavailable for {where}; using dense instead, one call per "
         "run of samples of equal length"
     ]
 

@@ -45,7 +45,7 @@ def check_divides(name: str, value: int, of: str, total: int) -> None:
     if total % value:
         closest = min(_divisors(total), key=lambda n: abs(n - value))
         raise ValueError(
-            f"{name} ({value}) must divide {of} ({total}); the nearest that does is {closest}"
+            f"{name} ({value}) must divide {of} ({total}); the nearest divisor is {closest}"
         )
 
 
@@ -57,7 +57,8 @@ def check_head_is_even(head_size: int, name: str = "hidden_size / num_heads") ->
     """
     if head_size % 2:
         raise ValueError(
-            f"{name} ({head_size}) must be even with rotary positions, which turn features in pairs"
+            f"{name} ({head_size}) must be even with rotary positions, which act on pairs of "
+            "features"
         )
 
 
@@ -214,7 +215,7 @@ class UnpaddedTransformer(PlannableWorkload, TensorParallel, PipelineParallel, H
         closest = min(_divisors(common), key=lambda n: abs(n - size))
         named = ", ".join(f"workload.{name} ({total})" for name, total in sizes.items())
         return [
-            f"parallel.tensor: {size}: expected a divisor of {named}; the nearest that is one is "
+            f"parallel.tensor: {size}: expected a divisor of {named}; the nearest divisor is "
             f"{closest}"
         ]
 
@@ -242,7 +243,7 @@ class UnpaddedTransformer(PlannableWorkload, TensorParallel, PipelineParallel, H
             return []
         return [
             f"parallel.pipeline: {num_stages} stages in all: expected at most workload.num_layers "
-            f"({self.num_layers}), a block for each"
+            f"({self.num_layers}), one block for each"
         ]
 
     @override
