@@ -288,8 +288,12 @@ def write_atomically(path: Path, data: bytes) -> None:
     if place.exists() and not place.is_file():
         # A pipe or /dev/stdout, which must not be replaced by a file.
         place.write_bytes(data)
-    else:
+        return
+    try:
         Storage(str(place.parent)).write(data, place.name)
+    except OSError as error:
+        error.filename = str(path)  # not that of a temporary file
+        raise
 
 
 @contextmanager

@@ -143,5 +143,5 @@ def test_a_trials_history_in_the_journals_place_is_refused(sweep: Path, tmp_path
     shutil.copytree(sweep, copy)
     shutil.rmtree(copy / JOURNAL)
     shutil.copytree(copy / TRIALS / "0001" / "history", copy / JOURNAL)
-    with pytest.raises(UserError, match=r"journal: no launch is noted"):
+    with pytest.raises(UserError, match=r"journal: no launch is recorded"):
         read_result(str(copy))

@@ -64,6 +64,8 @@ def _json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
             "command line: seq_len: 3: expected a whole number at least 8",
         ),
         (["inspect", "nowhere"], "no data set here (manifest.json is missing)"),
+        (["runs", "http://127.0.0.1:9/runs"], "http://127.0.0.1:9/runs: cannot be read (Conn"),
+        (["sweep", "--best", "http://127.0.0.1:9/s"], "http://127.0.0.1:9/s: cannot be read (Conn"),
         (["export", "nowhere", "--out", "x"], "no run here"),
         (["generate", "nowhere", "--prompt", "x"], "nowhere: no run here"),
         (["generate", "nowhere"], "expected --prompt TEXT to continue, or --file PATH"),

@@ -24,7 +24,7 @@ from typing import IO
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "exit-codes.md"
 _SECONDS = 500.0
-_COMMAND = str(Path(sys.executable).with_name("elastrata"))
+_COMMAND = [sys.executable, "-m", "elastrata"]
 _AT_MOMENT = Path(__file__).with_name("at_moment")
 _KEYS = {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "HF_TOKEN": "none"}
 """Of servers that never ask for them."""
@@ -56,7 +56,7 @@ class Line:
 _RAY = "subprocess.Popen:gcs_server"
 LINES = {
     "quickstart": Line(
-        local="quickstart steps=20 data.prepare.tokenizer.max_bytes=100000 --out out/q",
+        local="quickstart steps=20 schedule.warmup_steps=1 --out out/q",
         server="quickstart tracking.uri={server} --out out/q",
         start=_RAY,
         work="line:^2/5",
@@ -103,7 +103,7 @@ LINES = {
         local="sweep sweep.yaml storage=out",
         server="sweep sweep.yaml storage=s3://bucket/runs",
         start=_RAY,
-        work="line:trial",
+        work="line:0000",
         uses_ray=True,
     ),
     "submit": Line(server="submit recipe.yaml --cluster {server} storage=s3://bucket/runs"),
@@ -190,7 +190,7 @@ _INTERRUPTED = Outcome(130, "interrupted")
 _OUTCOMES = {
     "no network": Outcome(2, "PLACE: cannot be read (REASON)"),
     "dead server": Outcome(2, "PLACE: cannot be read (REASON)"),
-    "full disk": Outcome(2, "PLACE: cannot be written (No space left on device: DISK)"),
+    "full disk": Outcome(2, "PLACE: cannot be written (No space left REASON)"),
     "read-only place": Outcome(2, "PLACE: cannot be written (Read-only file system)"),
     "closed stdout": _SUCCESS,
     "reader gone": Outcome(1),
@@ -198,13 +198,36 @@ _OUTCOMES = {
     "foreign locale": _SUCCESS,
 }
 """By condition, of the commands that it concerns: those that ask a server, write, or are ended."""
+_UNREAD = "s3://bucket/data: no data set can be read there (REASON)"
+_NO_SERVER = "--cluster: ADDRESS: no job server answers there (REASON)"
+_ASKING_LINES = {
+    "inspect": _UNREAD,
+    "bench": _UNREAD,
+    "submit": _NO_SERVER,
+    "stop": _NO_SERVER,
+    "train": "storage: PLACE: cannot be written (REASON)",
+    "export": "--push: owner/name: ADDRESS: cannot be reached (REASON)",
+}
+_LOCALE = "PLACE: the current folder's name is not ascii; set PYTHONUTF8=1"
 _SPECIAL = {
-    **dict.fromkeys(
-        (("guard", condition) for condition in ASKING),
-        Outcome(1, "TIME this machine is to be stopped; not drained: REASON"),
-    ),
+    **{
+        (command, condition): Outcome(2, line)
+        for command, line in _ASKING_LINES.items()
+        for condition in ASKING
+    },
+    **{
+        ("guard", one): Outcome(1, "TIME this machine is to be stopped; not drained: REASON")
+        for one in ASKING
+    },
+    **{("doctor", one): Outcome(1) for one in ASKING},
+    **{
+        (command, "foreign locale"): Outcome(2, _LOCALE)
+        for command in ("prepare", "train", "fork", "sweep")
+    },
+    ("quickstart", "foreign locale"): Outcome(2, "command line: storage: REASON"),
+    ("evaluate", "full disk"): Outcome(2, "--tasks: NAME: Not enough disk space. REASON"),
+    ("evaluate", "read-only place"): Outcome(2, "--tasks: NAME: REASON"),
     ("guard", "SIGTERM at work"): _SUCCESS,
-    **dict.fromkeys((("doctor", condition) for condition in ASKING), Outcome(1)),
 }
 """Of single cases."""
 
@@ -251,7 +274,7 @@ def make_home(folder: Path) -> None:
     import yaml
 
     from elastrata.cli.main import run
-    from support.small_gpt import run_with_tokenizer
+    from support.small_gpt import GPT, run_with_tokenizer
     from support.synthetic import tiny_recipe
     from support.texts import plain_text
 
@@ -262,7 +285,7 @@ def make_home(folder: Path) -> None:
         (folder / name).mkdir()
     for number in range(200):
         (folder / "texts" / f"{number}.txt").write_text(plain_text(number, 600), encoding="utf-8")
-    recipe = tiny_recipe("data", "runs", steps=20)
+    recipe = tiny_recipe("data", "runs", steps=20, workload=GPT)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     sweep = {
         "name": "lr",
@@ -321,7 +344,7 @@ def run_under(condition: str, command: str, home: Path, scratch: Path) -> Ended:
         if is_json(command, condition):
             words.append("--json")
         return _run(
-            [*prefix, _COMMAND, *words],
+            [*prefix, *_COMMAND, *words],
             place,
             variables,
             send,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from elastrata_pipelines.checked_json import Record, read_record
+from elastrata_pipelines.checked_json import Record, describe_error, read_record
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import HELD_OUT, file_problems, read_held_out
 from elastrata_pipelines.format.manifest import (
@@ -96,7 +96,7 @@ class Target:
             names = self.storage.names()
         # Every store raises errors of other classes.
         except Exception as error:
-            raise UserError(f"{where}: cannot be read ({error})") from None
+            raise UserError(f"{where}: cannot be read ({describe_error(error)})") from None
         self._check_ours(names)
         if MANIFEST not in names or overwrite:
             return None
@@ -167,7 +167,8 @@ class Target:
             try:
                 is_alone = lock.enter_context(self.storage.hold_lock())
             except OSError as error:
-                raise UserError(f"{self.storage.uri()}: cannot be written ({error})") from None
+                reason = describe_error(error)
+                raise UserError(f"{self.storage.uri()}: cannot be written ({reason})") from None
             if not is_alone:
                 raise UserError(f"{self.storage.uri()}: another command is writing there")
             yield
@@ -182,7 +183,8 @@ class Target:
             raise
         # Every store raises errors of other classes.
         except Exception as error:
-            raise UserError(f"{self.storage.uri()}: cannot be written ({error})") from None
+            reason = describe_error(error)
+            raise UserError(f"{self.storage.uri()}: cannot be written ({reason})") from None
         try:
             yield self.storage.sub(BUILDING)
             self.storage.delete(KEPT_TOKENIZER)

@@ -212,6 +212,8 @@ def _describe_failure(error: Exception) -> tuple[int, list[str]]:
         return FAILED, [] if is_unwanted else [line]
     if place := _describe_place(error):
         return BAD_INPUT, [place]
+    if folder := _describe_undecodable_folder():
+        return BAD_INPUT, [folder]
     return FAILED, [_summarize_error(error), *getattr(error, "__notes__", [])]
 
 
@@ -245,6 +247,17 @@ def _describe_place(error: Exception) -> str | None:
     if cause.errno in FULL and "mounted" not in reason:
         reason = f"{reason}: {describe_disk(Path(path))}"
     return f"{path}: cannot be {'written' if cause.errno in _WRITING else 'used'} ({reason})"
+
+
+def _describe_undecodable_folder() -> str | None:
+    """Return a line if the path of the current folder is no text in this locale; else None."""
+    folder, encoding = str(Path.cwd()), sys.getfilesystemencoding()
+    try:
+        folder.encode()
+    except UnicodeEncodeError:
+        # Paths are recorded as UTF-8, which has no place for such bytes.
+        return f"{folder}: the current folder's name is not {encoding}; set PYTHONUTF8=1"
+    return None
 
 
 def _check_current_folder() -> None:

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from elastrata.run.folder import GIVEN_FILE, RECIPE_FILE, RUN_FILE
 from elastrata.run.ownership import DRIVER_FILE, Ownership, own_run
 from elastrata.run.status import State, status
+from elastrata_pipelines.checked_json import describe_error, list_names
 from elastrata_pipelines.errors import UserError, format_command, suggest_nearest
 from elastrata_pipelines.format.manifest import BUILDING, MANIFEST, SHARDS
 from elastrata_pipelines.storage import Storage
@@ -160,7 +161,7 @@ def _names(folder: Storage) -> set[str]:
     except UserError:
         raise
     except Exception as error:  # storage backends have no common error type
-        raise UserError(f"{folder.uri()}: cannot be read ({error})") from None
+        raise UserError(f"{folder.uri()}: cannot be read ({describe_error(error)})") from None
 
 
 def _kind_of(names: set[str]) -> Kind | Literal["nothing", "other files"]:
@@ -259,8 +260,12 @@ def find_model(model: str) -> str:
 
 
 def run_names(storage: Storage) -> list[str]:
-    """Return the sorted names of the runs in a folder."""
-    return [name for name in storage.names() if storage.exists(name, RUN_FILE)]
+    """Return the sorted names of the runs in a folder.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    return [name for name in list_names(storage) if storage.exists(name, RUN_FILE)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -255,7 +255,7 @@ def _write_atomically(out: Path) -> Iterator[Path]:
                 yield from _fill_and_move(out)
         except OSError as error:
             # An OSError can also be about the checkpoint that is read.
-            is_ours = str(error.filename or out).startswith(str(out))
+            is_ours = str(Path(error.filename or out).absolute()).startswith(str(out.absolute()))
             reason = error.strerror if is_ours else error  # `error` names the other file
             raise UserError(f"--out: {out}: cannot be written ({reason})") from None
 

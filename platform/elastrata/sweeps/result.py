@@ -47,7 +47,7 @@ def check_same_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None
         UserError: the folder holds a sweep with another space, searcher, scheduler or recipe; one
             line per key.
     """
-    if not folder.exists(SWEEP_FILE):
+    if SWEEP_FILE not in list_names(folder):
         return
     problems = []
     for name, now in ((SWEEP_FILE, _sweep_values(config)), (BASE_FILE, _base_values(base))):
@@ -86,7 +86,7 @@ def read_sweep(folder: Storage) -> SweepConfig:
     Raises:
         UserError: the folder holds no sweep, or its file is damaged.
     """
-    if not folder.exists(SWEEP_FILE):
+    if SWEEP_FILE not in list_names(folder):
         raise UserError(f"{folder.uri()}: no sweep here")
     try:
         return SweepConfig.model_validate(values := read_values(folder, SWEEP_FILE))
@@ -269,7 +269,11 @@ def find_sweep(place: str) -> SweepResult:
     """
     named_folder = Storage("runs").sub(place)
     # A folder of that name takes precedence over a sweep in `runs`.
-    is_name = not Storage(place).exists(SWEEP_FILE) and named_folder.exists(SWEEP_FILE)
+    is_name = (
+        "://" not in place
+        and not Storage(place).exists(SWEEP_FILE)
+        and named_folder.exists(SWEEP_FILE)
+    )
     return read_result(named_folder.uri() if is_name else place)
 
 
