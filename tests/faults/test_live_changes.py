@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -138,3 +140,26 @@ def test_an_interrupt_waits_for_storage(recipe, tmp_path) -> None:
     assert live.driver.wait(timeout=120) == 130, live.output
     (halted,) = live.of_kind("halted")
     assert list_commits(Storage(str(checkpoints)))[0].step == halted["step"]
+
+
+@MATRIX
+def test_an_interrupt_on_a_full_disk_does_not_wait_for_room(recipe, tmp_path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)]
+    mounted = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        live = LiveRun(recipe, "full", tmp_path / "log", "steps=20000", f"storage={disk}/runs")
+        live.wait_for_checkpoint()
+        with suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(4096))
+        live.send(signal.SIGINT)
+        assert live.driver.wait(timeout=100) == 130, live.output  # checkpoint.grace_seconds: 120
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    assert f"No space left on device: the disk mounted at {disk} has 0 bytes free" in live.output
+    assert "the run ends without its newest state" in live.output
+    assert "Traceback" not in live.output

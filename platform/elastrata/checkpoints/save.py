@@ -29,6 +29,7 @@ from elastrata.checkpoints.commit import (
 from elastrata.checkpoints.dcp_writer import CachingPlanner, CommitWriter, RawWriter
 from elastrata.checkpoints.retention import prune, remove
 from elastrata.checkpoints.staging import StagedCopy, StagedCopyStager, Stager
+from elastrata_pipelines.storage import FULL
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long the fastest rank waits for the slowest one to write its part."""
@@ -100,6 +101,8 @@ class DurableSaver:
         self._idle = threading.Event()
         self._idle.set()
         self._saved_step: int | None = None
+        self.is_disk_full = False
+        """True on rank 0 if the last save failed because a disk is full."""
 
     def save(
         self,
@@ -224,6 +227,7 @@ class DurableSaver:
         self, error: BaseException | None, step: int, folder: str, copy: StagedCopy
     ) -> None:
         try:
+            self.is_disk_full = getattr(_cause(error), "errno", None) in FULL
             if error is None:
                 self._saved_step = step
             elif dist.get_rank(self._group) == 0:
@@ -285,6 +289,13 @@ def _agree_on_attempt(
     if isinstance(agreed[0], str):
         raise RuntimeError(agreed[0])
     return cast(tuple[int, str], agreed[0])
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    """Return the error of the first rank that failed."""
+    if not isinstance(error, CheckpointException):
+        return error
+    return next(iter(error.failures.values()))[0]
 
 
 def _reason(error: BaseException) -> str:

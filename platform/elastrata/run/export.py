@@ -36,7 +36,7 @@ from elastrata_pipelines.checked_json import read_bytes
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.format.manifest import TOKENIZER_DIR
-from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.storage import Storage, name_full_disk
 from elastrata_pipelines.waits import reach_hub
 
 
@@ -252,10 +252,11 @@ def _write_atomically(out: Path) -> Iterator[Path]:
                 if not is_alone:
                     raise UserError(f"--out: {out}: another command is writing there")
                 check_free(out)  # again, as another command may have written meanwhile
-                yield from _fill_and_move(out)
+                with name_full_disk(out):  # safetensors raises errors of its own
+                    yield from _fill_and_move(out)
         except OSError as error:
             # An OSError can also be about the checkpoint that is read.
-            is_ours = str(Path(error.filename or out).absolute()).startswith(str(out.absolute()))
+            is_ours = Path(error.filename or out).absolute().is_relative_to(out.absolute())
             reason = error.strerror if is_ours else error  # `error` names the other file
             raise UserError(f"--out: {out}: cannot be written ({reason})") from None
 

@@ -330,6 +330,8 @@ def create_client(uri: str) -> Any:
 
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    # It logs the traceback of every error of the database, which its caller reports in a line.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     try:
         with lock_store(uri), warnings.catch_warnings():
             # MLflow uses deprecated features of SQLAlchemy, which a user cannot change.

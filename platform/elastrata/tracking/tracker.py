@@ -98,6 +98,10 @@ _log = logging.getLogger(__name__)
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 30.0
 
 
+_DISK_FULL = "disk is full"
+"""Part of SQLite's message."""
+
+
 class Outbox:
     """Queue whose background thread runs actions in order and retries failed ones.
 
@@ -113,6 +117,7 @@ class Outbox:
         self._waiting: deque[Callable[[], object]] = deque()
         self._changed = threading.Condition()
         self._closing = False
+        self._is_stuck = False
         self._warned: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
@@ -124,7 +129,7 @@ class Outbox:
             self._changed.notify_all()
 
     def close(self, seconds: float) -> int:
-        """Wait until the queue is empty, at most `seconds`.
+        """Wait until the queue is empty, at most `seconds`; not for a disk that is full.
 
         Returns:
             The number of actions that are left.
@@ -132,7 +137,7 @@ class Outbox:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._waiting, seconds)
+            self._changed.wait_for(lambda: self._is_stuck or not self._waiting, seconds)
             left = len(self._waiting)
         if not left:
             self._thread.join()
@@ -146,6 +151,10 @@ class Outbox:
             except Exception as error:  # tracking errors must not end the run
                 if not self._is_hopeless(error):
                     self._warn_once("does not answer; trying again", error)
+                    if self._closing and _DISK_FULL in str(error):
+                        with self._changed:
+                            self._is_stuck = True
+                            self._changed.notify_all()
                     self._pause(wait)
                     wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
                     continue

@@ -29,6 +29,8 @@ from elastrata_pipelines.storage import Storage
 
 _SECONDS_BETWEEN_WORDS = 20.0
 """Interval of log lines while a save is awaited; the driver would take silence for a hang."""
+_FULL_DISK_TRIES = 2
+"""Failed saves on a full disk after which a run that was asked to stop ends without its state."""
 
 
 class CheckpointManager:
@@ -134,8 +136,8 @@ class CheckpointManager:
         Returns:
             The signal that requested the halt, on every rank.
         """
-        self._make_safe(in_memory=action < Action.STOP)
-        if self._reporter.is_first and self._serving and self._newest:
+        is_safe = self._make_safe(in_memory=action < Action.STOP, is_stop=action >= Action.STOP)
+        if self._reporter.is_first and self._serving and self._newest and is_safe:
             self._reporter.on_halt(self._newest.step, self._serving)
         agreed: list[Any] = [self._serving]
         dist.broadcast_object_list(agreed, src=0)  # last: a rank that has it may end the process
@@ -145,23 +147,47 @@ class CheckpointManager:
         """Give up the newest state, as no group will resume from it."""
         self._newest = None
 
-    def _make_safe(self, *, in_memory: bool) -> None:
+    def _make_safe(self, *, in_memory: bool, is_stop: bool = False) -> bool:
         """Wait until the newest state is on storage, and save again if that fails; or until it is
-        in memory, if `in_memory` permits that. Collective."""
+        in memory, if `in_memory` permits that. Collective.
+
+        Returns:
+            False if the run was asked to stop and the disk remains full.
+        """
         while self._newest:
             self._wait_for(self._durable)
             if self._in_memory:
                 self._wait_for(self._in_memory.saver)
             if self._durable.all_saved(self._newest.step):
-                return
+                return True
             copies = self._in_memory if in_memory else None
             if copies and copies.saver.all_saved(self._newest.step):
-                return
-            # Only rank 0 knows the retry delay; the others wait for it at the barrier.
-            if self._reporter.is_first:
-                Flag().wait(self._retry.seconds)
-            dist.barrier()
+                return True
+            if not self._wait_to_retry(is_stop):
+                return False
             self._save_durably(waits=True)
+        return True
+
+    def _wait_to_retry(self, is_stop: bool) -> bool:
+        """Wait until it is time to repeat a failed save. Collective.
+
+        Returns:
+            False if the save is not to be repeated: the user, who waits for the end of the run,
+            cannot make room on the disk meanwhile.
+        """
+        repeats = torch.ones((), dtype=torch.int32)
+        # Only rank 0 knows the cause and the delay.
+        if self._reporter.is_first:
+            if is_stop and self._durable.is_disk_full and self._retry.failures >= _FULL_DISK_TRIES:
+                repeats.zero_()
+                self._reporter.warn(
+                    "the run ends without its newest state; the same command redoes the steps "
+                    "after the last checkpoint"
+                )
+            else:
+                Flag().wait(self._retry.seconds)
+        dist.broadcast(repeats, src=0)
+        return bool(repeats.item())
 
     def _wait_for(self, saver: DurableSaver) -> None:
         while not saver.wait(_SECONDS_BETWEEN_WORDS):
