@@ -7,15 +7,19 @@ import json
 import shutil
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import find_training_data
+from elastrata.workload.hf_mapping import HasCounterpart, read_settings
+from elastrata.workload.workload import workload_class
 from elastrata_pipelines.errors import UserError
 from support.begin_ranks import Begun, first_losses
 from support.ranks import run_fresh_ranks, run_ranks
@@ -245,3 +249,21 @@ def test_a_header_that_lies_is_refused(
     (model / "model.safetensors").write_bytes(content)
     (line,) = _refused(folder, "gpt2", begin_with=str(model))
     assert "model.safetensors: truncated or altered (" in line
+
+
+@pytest.mark.parametrize("value", ["x", [1], None, 1.5])
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama"])
+def test_wrong_types_in_a_configuration_are_told(kind: str, value: object) -> None:
+    """Whichever key has the value, the settings can be read or the file is named."""
+    good = AutoConfig.for_model(kind).to_dict()
+    refused = set()
+    for key in good.keys() - {"model_type"}:
+        config = SimpleNamespace(**{**good, key: value})
+        for workload in (workload_class("gpt"), workload_class("bert")):
+            assert issubclass(workload, HasCounterpart)
+            try:
+                read_settings(workload, config, "there/config.json")
+            except UserError as error:
+                assert all(line.startswith("there/config.json: ") for line in error.problems)
+                refused.add(key)
+    assert refused

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.storage import Storage, name_full_disk
 
 Model = Literal["bert", "modernbert", "gpt"]
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
@@ -72,8 +72,9 @@ def collect_corpus(folder: Path) -> Corpus:
             target = folder / path.relative_to(library)
             # Unchanged files stay as they are, so that data prepared from them stays valid.
             if not target.exists() or target.read_bytes() != data:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(data)
+                with name_full_disk(target.absolute()):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(data)
             count, size = count + 1, size + len(data)
     except OSError as error:
         raise UserError(f"--out: {folder}: cannot be written ({error.strerror})") from None

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from elastrata.checkpoints.weights_folder import CONFIG, find_weights_folder
 from elastrata.config import Config
 from elastrata.recipe.yaml_values import read_stored
-from elastrata.workload.hf_mapping import HasCounterpart
+from elastrata.workload.hf_mapping import HasCounterpart, read_settings
 from elastrata.workload.installed import find_workloads
 from elastrata.workload.workload import workload_class
 from elastrata_pipelines.checked_json import describe_error
@@ -110,7 +110,9 @@ def _match_workload(config: Any, where: str) -> dict[str, Any]:
     names = sorted(find_workloads())
     for name in names:
         workload = workload_class(name)
-        settings = workload.settings_of(config) if issubclass(workload, HasCounterpart) else None
+        if not issubclass(workload, HasCounterpart):
+            continue
+        settings = read_settings(workload, config, where)
         if settings is not None:
             return {"name": name, **settings}
     raise UserError(

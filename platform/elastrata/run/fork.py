@@ -38,6 +38,7 @@ from elastrata.run.folder import (
 )
 from elastrata.run.history import FORKED, HistoryWriter, restore_history, without_history
 from elastrata.run.ownership import owner_is_alive
+from elastrata_pipelines.checked_json import describe_error
 from elastrata_pipelines.errors import UserError, pluralize
 from elastrata_pipelines.mixture import Mixture
 from elastrata_pipelines.phase import compute_positions_after, placements
@@ -351,7 +352,7 @@ def begin_fork(fork: Fork) -> None:
                     fork.run.delete(name)
                 raise
     except OSError as error:
-        raise UserError(f"{fork.run.uri()}: cannot be created ({error})") from None
+        raise UserError(f"{fork.run.uri()}: cannot be created ({describe_error(error)})") from None
 
 
 def _write(fork: Fork) -> None:

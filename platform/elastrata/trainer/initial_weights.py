@@ -28,7 +28,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.run.consistency import choose_commit
 from elastrata.run.folder import RUN_FILE, DataSet, Parent, read_identity, read_recipe
 from elastrata.trainer.preflight import TrainingData
-from elastrata.workload.hf_mapping import Counterpart, HasCounterpart
+from elastrata.workload.hf_mapping import Counterpart, HasCounterpart, read_settings
 from elastrata.workload.workload import Workload
 from elastrata_pipelines.errors import UserError, pluralize, suggest_nearest
 from elastrata_pipelines.format import Manifest, Vocabulary
@@ -292,11 +292,8 @@ def _match_model(
     """Return the workload keys that a configuration fixes, and its mapping of tensors. The mapping
     is that of the recipe's model if both have the same architecture."""
     settings = None
-    try:
-        if isinstance(workload, HasCounterpart):
-            settings = workload.settings_of(config)
-    except UserError as error:
-        raise UserError(*(f"{where}: {line}" for line in error.problems)) from None
+    if isinstance(workload, HasCounterpart):
+        settings = read_settings(type(workload), config, where)
     if settings is None or not isinstance(workload, HasCounterpart):
         raise UserError(
             f"{where}: a {config.model_type}: expected a model of workload {workload.name}"

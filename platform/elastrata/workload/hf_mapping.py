@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from elastrata.workload.workload import Workload
+from elastrata_pipelines.checked_json import describe_error
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Vocabulary
 
 Shape = tuple[int, ...]
@@ -164,6 +166,28 @@ class HasCounterpart(Workload):
         Raises:
             UserError: transformers has no such model.
         """
+
+
+def read_settings(workload: type[HasCounterpart], config: Any, where: str) -> dict[str, Any] | None:
+    """Return `settings_of` a configuration that may have values of any type.
+
+    Args:
+        workload: a workload.
+        config: the configuration.
+        where: its file, for errors.
+
+    Raises:
+        UserError: the workload does not support a part of it, or a value has a wrong type.
+    """
+    try:
+        return workload.settings_of(config)
+    except UserError as error:
+        raise UserError(*(f"{where}: {line}" for line in error.problems)) from None
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise UserError(
+            f"{where}: a value has a wrong type: {describe_error(error)}; expected the file as "
+            "transformers writes it"
+        ) from None
 
 
 def _replace_old_suffix(name: str) -> str:
