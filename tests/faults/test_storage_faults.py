@@ -185,8 +185,8 @@ def test_a_full_disk(disk: Path, last: str, pages: int) -> None:
     training.saver.wait()
     (warning,) = training.warnings
     assert warning.startswith(
-        "checkpoint of step 2 failed, training continues: rank 0: OSError: [Errno 28] No space left "
-        f"on device: the disk mounted at {disk} has "
+        "checkpoint of step 2 failed, training continues: rank 0: OSError: [Errno 28] No space "
+        f"left on device: the disk mounted at {disk} has "
     )
     assert f"bytes free: '{storage.path()}/000000002-" in warning
     assert training.saver.is_disk_full
