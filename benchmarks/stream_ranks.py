@@ -35,7 +35,7 @@ SAMPLES, SAMPLES_PER_RANK, PER_NODE = 200_000, 16, 8
 RANKS = (8, 64, 256, 1024, 4096)
 ALONE_UP_TO = 256
 """With a consumer for each rank, more ranks take minutes for their first step."""
-SECONDS_TO_START, SECONDS = 240.0, 20.0
+SECONDS_TO_START, SECONDS = 240.0, 15.0
 
 
 def write_samples(folder: Path) -> None:
@@ -125,9 +125,10 @@ def measure(folder: str, ranks: int, per_node: int) -> dict[str, float]:
         return {"first_step_seconds": math.inf, "steps_per_second": 0.0}
     # Until groups have their full size.
     settled = threading.Event()
-    settled.wait(SECONDS / 2)
+    window = SECONDS if ranks < 2048 else 4 * SECONDS  # a group takes that many ten seconds
+    settled.wait(window / 2)
     before, cpu, clock = min(done), cpu_seconds(), time.perf_counter()
-    settled.wait(SECONDS)
+    settled.wait(window)
     steps, seconds = min(done) - before, time.perf_counter() - clock
     used = {name: value - cpu.get(name, 0.0) for name, value in cpu_seconds().items()}
     memory = {

@@ -47,9 +47,12 @@ PREFETCHED_ROWS = 2
 TOKENS_PER_RANK = 2**19
 """Tokens that a group should have for a rank, 1 MB with two bytes each: less is handed over too
 often."""
-NODES_PER_MAX_GROUP = 32
-"""A group may have `MAX_GROUP_TOKENS`, and as many more for each of so many nodes: the limit of a
-reader's memory."""
+NODES_PER_MAX_GROUP = 16
+"""A group may have `MAX_GROUP_TOKENS`, and as many more for each of so many nodes, up to
+`MOST_GROUP_TOKENS`."""
+MOST_GROUP_TOKENS = 64 * 2**20
+"""Maximum number of tokens of a group on any cluster, unless one step has more: a reader holds them
+about three times, in 0.4 GB."""
 READ_AHEAD_BYTES = 512 * 2**20
 """Limit on the object store memory that prefetched rows of all nodes take, at least."""
 
@@ -91,7 +94,7 @@ def most_tokens(num_ranks: int, num_nodes: int) -> int:
     nodes allows it.
     """
     limit = MAX_GROUP_TOKENS + MAX_GROUP_TOKENS * num_nodes // NODES_PER_MAX_GROUP
-    return max(MAX_GROUP_TOKENS, min(TOKENS_PER_RANK * num_ranks, limit))
+    return max(MAX_GROUP_TOKENS, min(TOKENS_PER_RANK * num_ranks, limit, MOST_GROUP_TOKENS))
 
 
 def join_groups(groups: Iterable[Group], most_steps: int, begin: int) -> Iterator[Group]:

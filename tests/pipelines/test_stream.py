@@ -130,9 +130,9 @@ def test_ranks_of_shared_nodes_get_the_same_rows(
 
 def test_large_clusters_read_larger_groups(batches) -> None:
     assert most_tokens(1, 1) == most_tokens(8, 8) == 8 * 2**20
-    assert most_tokens(1024, 128) == 40 * 2**20
-    assert most_tokens(64, 64) == 24 * 2**20  # less than 1 MB of memory for each node's ranks
     assert most_tokens(32, 32) == 16 * 2**20 == 32 * 2**19
+    assert most_tokens(64, 8) == 12 * 2**20  # the nodes' limit
+    assert most_tokens(1024, 128) == most_tokens(4096, 512) == 64 * 2**20
     begin = Start(step=5, samples=5 * BATCH)
     groups = list(batches.groups(begin, steps=1000, batch_size=BATCH, max_tokens=3 * 29 * 20))
     for most in (1, 3, 50, 2000):
