@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -248,8 +249,8 @@ class SharedRows:
     def _let_go(self) -> None:
         with self._counting:
             slowest = min(self._taken)
-            for number in [n for n in self._rows if n < slowest]:
-                if isinstance(self._rows[number], NodeRow):
+            for number in list(self._rows):  # a copy in one step: another reader may add a row
+                if number < slowest and isinstance(self._rows[number], NodeRow):
                     del self._rows[number]
 
 
@@ -270,17 +271,29 @@ class RowServer:
         path = f"\0elastrata-{secrets.token_hex(8)}" if sys.platform == "linux" else None
         self._listener = Listener(path, "AF_UNIX", backlog=others, authkey=key)
         self.address = Address(path or str(self._listener.address), key)
+        self._is_closed = False
         self._connections: list[Connection] = []
         self._threads: list[Thread] = []
         self._start(self._accept, others)
 
-    def close(self) -> None:
-        """Close all connections; ranks that have not had their last row get an error."""
-        for thread in self._threads[1:]:
+    def close(self, *, waits: bool = True) -> None:
+        """Close all connections; ranks that have not had their last row get an error.
+
+        Args:
+            waits: wait a second for the others to be told that the stream is over.
+        """
+        for thread in self._threads[1:] if waits else ():
             thread.join(_SECONDS_TO_END / len(self._threads))
-        self._listener.close()
+        self._is_closed = True
+        # Closing the socket does not wake a thread that waits for connections.
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as waking:
+            waking.settimeout(_SECONDS_TO_END)
+            waking.connect(self.address.path)
+        with suppress(OSError):
+            self._listener.close()
         for connection in self._connections:
-            connection.close()
+            with suppress(OSError):  # its thread may have closed it just now
+                connection.close()
 
     def _start(self, work: Callable[..., None], *arguments: object) -> None:
         # Daemons: one that waits for Ray Data does not keep the process alive.
@@ -290,13 +303,13 @@ class RowServer:
 
     def _accept(self, others: int) -> None:
         reader = 0
-        while reader < others:
+        while reader < others and not self._is_closed:
             try:
                 connection = self._listener.accept()
                 reader += 1
                 self._connections.append(connection)
                 self._start(self._send, connection, reader)
-            except (AuthenticationError, EOFError):
+            except (AuthenticationError, EOFError, ConnectionError):
                 continue  # not a rank of this group
             except OSError:
                 return  # closed

@@ -65,7 +65,8 @@ def is_absent(error: Exception) -> bool:
 
 
 def _open_remote(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    protocol, known = url.partition("://")[0], fsspec.available_protocols()
+    protocol = url.partition("://")[0]
+    known = sorted({*fsspec.available_protocols(), *fsspec.registry})  # and those registered later
     if protocol.partition("::")[0] not in known:
         hint = (
             suggest_nearest(protocol, known) or "; expected s3://, gs:// or another one of fsspec"

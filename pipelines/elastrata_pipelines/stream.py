@@ -348,7 +348,7 @@ def open_parts(
             tables_of(iterator), len(local_ranks), node=node, ranks=ranks, num_ranks=num_ranks
         )
         server = RowServer(rows, len(local_ranks) - 1, num_ranks=num_ranks, node=node)
-        closing.callback(server.close)
+        closing.push(lambda kind, *_: server.close(waits=kind is None))
         address = server.address
     first = gather(address)[local_ranks[0]]
     if address is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import http.client
 import logging
+import math
 import os
 import socket
 import ssl
@@ -36,10 +37,11 @@ REPORT_SECONDS = 3.0
 """Time after which a wait is reported."""
 SLOWEST_BYTES_PER_SECOND = 256
 """A slower answer counts as none."""
-_MOST_BYTES = 2**16
 NO_ANSWER = "no answer in time"
 SERVER_ERROR = 500
 """Lowest HTTP status of a server that fails."""
+# Only Linux has the first one.
+_ERROR_OF_SERVER = getattr(errno, "EREMOTEIO", errno.ECANCELED)
 
 _log = logging.getLogger(__name__)
 _reported: dict[str, float] = {}
@@ -123,8 +125,12 @@ def uses_proxy(url: str) -> bool:
     return bool(is_set) and not proxy_bypass(parts.hostname or "")
 
 
-def check_answers(url: str) -> None:
+def check_answers(url: str, *, any_status: bool = False) -> None:
     """Check that an HTTP server answers a small request, whatever it answers to it.
+
+    Args:
+        url: the request.
+        any_status: whether an error of the server's own is an answer, too.
 
     Raises:
         OSError: it does not, or only with errors of its own, for half a minute.
@@ -137,17 +143,17 @@ def check_answers(url: str) -> None:
     while True:
         try:
             status, reason = call_within(READ_SECONDS, place, lambda: _ask(url))
-            if status < SERVER_ERROR:
+            if any_status or status < SERVER_ERROR:
                 return
             error: OSError = ConnectionError(
-                errno.EREMOTEIO, f"the server answers {status} {reason}"
+                _ERROR_OF_SERVER, f"the server answers {status} {reason}"
             )
         except OSError as failure:
             error = failure
         except http.client.HTTPException as failure:
             error = ConnectionError(errno.EPROTO, f"no HTTP server answers ({failure})")
         # Only a server that is up, but busy, may be well again in seconds.
-        if error.errno != errno.EREMOTEIO or time.monotonic() > give_up:
+        if error.errno != _ERROR_OF_SERVER or time.monotonic() > give_up:
             raise error
         with waiting_for(place):
             time.sleep(1)
@@ -171,13 +177,13 @@ def _ask(url: str) -> tuple[int, str]:
         connection.sock.settimeout(READ_SECONDS)
         connection.request("GET", parts.path or "/")
         answer = connection.getresponse()
-        answer.read(_MOST_BYTES)
         return answer.status, answer.reason
     finally:
         connection.close()
 
 
-_failures: dict[str, tuple[float, OSError]] = {}
+_answers: dict[str, tuple[float, OSError | None]] = {}
+"""When each HTTP server was asked last, and the error if it did not answer."""
 
 
 def open_file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -191,16 +197,18 @@ def open_file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     if url.startswith(("http:", "https:")):
         parts = urlsplit(url)
         place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/"
-        failed, error = _failures.get(place, (0.0, None))
-        # Of many files at one dead server only the first costs time.
-        if error is not None and time.monotonic() - failed < GIVE_UP_SECONDS:
+        asked, error = _answers.get(place, (-math.inf, None))
+        # Of many files at one server only the first asks, and only it waits for a dead one.
+        if time.monotonic() - asked > GIVE_UP_SECONDS:
+            # fsspec takes an HTTP server that does not answer for one without the file.
+            error = None
+            try:
+                check_answers(place, any_status=True)
+            except OSError as failure:
+                error = failure
+            _answers[place] = time.monotonic(), error
+        if error is not None:
             raise error
-        # fsspec takes an HTTP server that does not answer for one without the file.
-        try:
-            check_answers(place)
-        except OSError as error:
-            _failures[place] = time.monotonic(), error
-            raise
     fs, path = url_to_fs(url)
     return fs, str(path)
 

@@ -177,5 +177,7 @@ def test_what_is_no_manifest_is_refused(storage: Storage) -> None:
     (Path(storage.path(MANIFEST))).symlink_to(MANIFEST)
     with pytest.raises(UserError, match=r"\(manifest.json: .*a link that leads back to itself"):
         Manifest.read(storage)
-    with pytest.raises(UserError, match="nope://x/data: no data set can be read there"):
+    with pytest.raises(
+        UserError, match="nope://x/data: no storage has URLs that begin with nope://"
+    ):
         Manifest.read(Storage("nope://x/data"))

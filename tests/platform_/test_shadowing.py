@@ -13,6 +13,7 @@ from elastrata.cli.main import run
 from elastrata.driver.ray_session import ray_session
 from elastrata.driver.shadowing import check_search_path
 from elastrata_pipelines.errors import UserError
+from support.shared_ray import close_ray
 from support.texts import plain_text
 
 HIDING = [
@@ -35,6 +36,7 @@ def _write(folder: Path, *names: str) -> None:
 def test_a_module_that_hides_another_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    close_ray()  # a session of another test would be joined, without a check
     _write(tmp_path, name, *HARMLESS)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught, ray_session():

@@ -164,7 +164,7 @@ def test_a_record_does_not_say_how_other_data_would_be_made(
     data = tuple(DataSet(url=part.data.path, fingerprint="f") for part in recipe.parts)
     write_identity(run, RunIdentity(name="r", data=data), recipe)
     text = run.read(RECIPE_FILE).decode()
-    assert "vocab_size" not in text
+    assert "wordpiece" not in text
     assert "lowercase" not in text
     resumed = read_resumed_recipe(run)
     assert [part.data.prepare for part in (resumed, *resumed.parts)] == [None] * (

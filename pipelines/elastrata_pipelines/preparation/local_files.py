@@ -79,7 +79,10 @@ def is_sidecar(path: str, pattern: str = "") -> bool:
         path: path below the source.
         pattern: the glob by which it was found; parts of it with such names ask for them.
     """
-    return _count_sidecars(path) > _count_sidecars(pattern)
+    name, wanted = path.rpartition("/")[2], pattern.rpartition("/")[2]
+    # `*.md` asks for README.md, too.
+    is_asked_for = name in _CARDS_OF_THE_HUB and Path(wanted).suffix == Path(name).suffix
+    return _count_sidecars(path) - is_asked_for > _count_sidecars(pattern)
 
 
 def _count_sidecars(path: str) -> int:

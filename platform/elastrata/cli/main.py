@@ -251,9 +251,12 @@ def _describe_place(error: Exception) -> str | None:
 
 def _describe_undecodable_folder() -> str | None:
     """Return a line if the path of the current folder is no text in this locale; else None."""
-    folder, encoding = str(Path.cwd()), sys.getfilesystemencoding()
+    encoding = sys.getfilesystemencoding()
     try:
+        folder = str(Path.cwd())
         folder.encode()
+    except OSError:  # it is gone
+        return None
     except UnicodeEncodeError:
         # Paths are recorded as UTF-8, which has no place for such bytes.
         return f"{folder}: the current folder's name is not {encoding}; set PYTHONUTF8=1"

@@ -57,7 +57,9 @@ class Repetition:
             step: newest step on record.
         """
         before, self._last = self._last, (type(error), str(error), step)
-        return isinstance(error, _MISTAKES) and before == self._last
+        # Some errors of networks are ValueErrors, too; a step of -1 says that storage is away.
+        is_mistake = isinstance(error, _MISTAKES) and not isinstance(error, OSError)
+        return is_mistake and step >= 0 and bool(str(error)) and before == self._last
 
 
 # The only count: Ray Train gets `left` at every start, and gives up by it.

@@ -73,8 +73,8 @@ class HangTrace:
 
     def __init__(self, prefix: str, rank: int, hang_seconds: float) -> None:
         self._file = Path(f"{prefix}{rank}")
-        # Of an earlier hang.
-        self._file.unlink(missing_ok=True)
+        with suppress(OSError):  # of an earlier hang, or another user's
+            self._file.unlink(missing_ok=True)
         # Where NCCL's own watchdog writes; PyTorch appends the rank.
         os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = prefix
         seconds = _SHARE * hang_seconds

@@ -123,6 +123,8 @@ def probe_gpu_nodes() -> dict[str, GpuSupport]:
 # Claims no CPU or GPU, as another run may have claimed all.
 @ray.remote(num_cpus=0, max_calls=1)
 def _probe_gpus() -> GpuSupport:
-    # Ray hides the GPUs from tasks that claim none. `max_calls`: no other task gets this process.
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    # Ray may hide the GPUs from tasks that claim none; any other choice is the user's.
+    # `max_calls`: no other task gets this process.
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        del os.environ["CUDA_VISIBLE_DEVICES"]
     return probe_gpus()

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 import torch
@@ -114,6 +114,9 @@ class WorkerPlaces(PlacementGroupHandle):
         resources: resources of one worker.
     """
 
+    has_started: ClassVar[bool] = False
+    """Whether workers of any group of this controller have started."""
+
     def __init__(self, run: TrainRunContext, resources: Mapping[str, float]) -> None:
         self._run, self._resources = run, dict(resources)
         self._groups: dict[int, PlacementGroup] = {}
@@ -165,7 +168,7 @@ class WorkerPlaces(PlacementGroupHandle):
 
         Raises:
             WorkerGroupStartupFailedError: an actor has not started in time; all of them are killed.
-            UserError: an actor cannot be made, so another one could not, either.
+            UserError: an actor of the first group cannot be made, so another one could not, either.
         """
         calls = [actor.get_metadata.remote() for actor in actors.values()]
         try:
@@ -173,9 +176,11 @@ class WorkerPlaces(PlacementGroupHandle):
         except ray.exceptions.RayError as error:
             for actor in actors.values():
                 ray.kill(actor)
-            if reason := creation_error(error):
+            # Once workers have started, only this node can be at fault, and another one may do.
+            if (reason := creation_error(error)) and not WorkerPlaces.has_started:
                 raise UserError(f"a worker cannot start: {reason}") from error
             raise WorkerGroupStartupFailedError("a worker's process did not start") from error
+        WorkerPlaces.has_started = True
         return [
             Worker(actor, metadata, self._resources, placement_group_bundle_index=number)
             for (number, actor), metadata in zip(actors.items(), metadata_of_all, strict=True)

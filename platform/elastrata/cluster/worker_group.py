@@ -180,7 +180,8 @@ def run_job(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int)
         cause = getattr(error, "controller_failure", error)
         if isinstance(cause, UserError):
             raise cause from error
-        if reason := creation_error(cause):
+        is_of_controller = isinstance(cause, RayActorError) and "TrainController" in str(cause)
+        if is_of_controller and (reason := creation_error(cause)):
             raise UserError(f"Ray Train's controller cannot start: {reason}") from error
         if isinstance(cause, _DEATHS):
             raise ControllerLostError(_describe_death(cause)) from error

@@ -31,7 +31,7 @@ from elastrata.driver.ray_session import describe_token
 from elastrata.recipe.file import to_yaml
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.yaml_reader import with_given
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, format_command
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.url_secrets import NO_SECRET, hide_unrecorded_parts
 from elastrata_pipelines.waits import NO_ANSWER, call_within, check_answers, waiting_for
@@ -362,7 +362,7 @@ def _tunnel(file: Path, shown: str) -> Iterator[str]:
     )
     try:
         deadline = time.monotonic() + _SECONDS_FOR_A_TUNNEL
-        with waiting_for(f"`ray dashboard {shown}`"):
+        with waiting_for(f"`{format_command('ray', 'dashboard', shown)}`"):
             while not _accepts_connection(port):
                 if tunnel.poll() is not None or time.monotonic() > deadline:
                     tunnel.terminate()

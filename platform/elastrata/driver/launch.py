@@ -139,7 +139,11 @@ def train(
             gpus = gpus_per_worker(recipe, resources)
             support = probe_gpu_nodes() if gpus else {}
             if problems := cuda_problems(gpus, support):
-                raise UserError(*problems)
+                if all(found.fault for found in support.values()):
+                    raise UserError(*problems)
+                for line in problems:
+                    show(Warned(text=line))
+                support = {node: found for node, found in support.items() if not found.fault}
             recipe, chosen = settle_for_cluster(
                 recipe, gpus, support, read_recipe(run, identity) if identity else None
             )

@@ -13,12 +13,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
-from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
+from importlib.machinery import (
+    BuiltinImporter,
+    FrozenImporter,
+    ModuleSpec,
+    PathFinder,
+    all_suffixes,
+)
 from pathlib import Path
 
 from elastrata_pipelines.errors import UserError
 
 _OWN = "elastrata"
+_ENDINGS = tuple(all_suffixes())
 
 
 def check_search_path() -> None:
@@ -36,9 +43,10 @@ def _searched_first() -> Iterator[str]:
     """Yield the folders that Ray puts first, chosen as Ray chooses them."""
     with suppress(OSError):  # the current folder is gone
         yield str(Path.cwd())
-    script = str(Path(os.path.realpath(sys.argv[0])).parent)
-    if script in sys.path:
-        yield script
+    with suppress(OSError):
+        script = str(Path(os.path.realpath(sys.argv[0])).parent)
+        if script in sys.path:
+            yield script
 
 
 def _find_problems(folder: str) -> Iterator[str]:
@@ -69,7 +77,12 @@ def _find_problems(folder: str) -> Iterator[str]:
 def _names(folder: str) -> set[str]:
     """Return the possible names of modules in a folder."""
     with suppress(OSError):  # the folder is gone, or unreadable
-        names = {entry.name.partition(".")[0] for entry in Path(folder).iterdir()}
+        # Not files of data, of which there may be a million.
+        names = {
+            entry.name.partition(".")[0]
+            for entry in os.scandir(folder)
+            if entry.name.endswith(_ENDINGS) or entry.is_dir()
+        }
         return {name for name in names if name.isidentifier()}
     return set()
 

@@ -300,6 +300,10 @@ def stop_driver(run: Storage, show: Callable[[str], None]) -> None:
         raise UserError(f"{run.uri()}: driven by {owner}, of another user") from None
     show(f"{run.uri()}: driven by {owner}; waiting until it has saved its state and ended")
     while owner.lives:
+        # A notebook lives on when its run has ended.
+        now = read_owner(run)
+        if now is None or now.released or now.token != owner.token:
+            return
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 

@@ -388,13 +388,26 @@ def _let_readers_write(path: Path) -> None:
     """Set the database's write-ahead log, with which readers and a writer do not wait for each
     other."""
     # Its index is shared memory, which processes of several machines do not have.
-    mounts = [line.split() for line in _MOUNTS.read_text(encoding="utf-8").splitlines()]
-    above = [mount for mount in mounts if path.resolve().is_relative_to(mount[1])]
-    if not above or max(above, key=lambda mount: len(mount[1]))[2] not in _WITH_SHARED_MEMORY:
+    try:
+        mounts = [line.split() for line in os.fsdecode(_MOUNTS.read_bytes()).splitlines()]
+    except OSError:  # not Linux
+        return
+    place = path.resolve()
+    # Later mounts cover earlier ones; spaces are escaped.
+    above = [
+        (_unescape_mount(mount[1]), mount[2])
+        for mount in reversed(mounts)
+        if place.is_relative_to(_unescape_mount(mount[1]))
+    ]
+    if not above or max(above, key=lambda mount: len(mount[0]))[1] not in _WITH_SHARED_MEMORY:
         return
     # Another process may use the database now; a later run sets it.
     with suppress(sqlite3.OperationalError), closing(sqlite3.connect(path, timeout=0)) as database:
         database.execute("PRAGMA journal_mode=WAL")
+
+
+def _unescape_mount(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 @contextmanager
