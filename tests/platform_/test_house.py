@@ -208,8 +208,8 @@ OPENED = {"read_text": 1, "write_text": 2, "open": 2, "fdopen": 3}
 """Calls that open text, and the number of arguments that name an encoding."""
 
 
-MOST_FILES = {"engine": 222, "pipelines": 60, "workloads": 36}
-MOST_LINES = {"engine": 49_500, "pipelines": 12_700, "workloads": 5_300}
+MOST_FILES = {"engine": 216, "pipelines": 59, "workloads": 36}
+MOST_LINES = {"engine": 48_500, "pipelines": 12_400, "workloads": 5_200}
 """Of Python; 190 of the engine's files have more than a docstring. Lower these when code goes."""
 FEW_LINES = {
     "__main__.py": "makes `python -m elastrata` work",
