@@ -88,11 +88,11 @@ def test_a_group_that_sends_nothing_is_killed_once() -> None:
     text = "no progress by the workers for 11 s: killed; stopped: rank 1"
     assert report == Report(Lost(text=text, ranks=(1,)))
     assert group.silent(30) == []
-    traces = {1: "/tmp/trace-1", 0: "/tmp/trace-0"}
+    traces = {1: "traces/rank-1", 0: "traces/rank-0"}
     (report,) = group.liveness.handle(Killed(kill, {0: "S", 1: "S"}, traces), group.now)
     assert isinstance(report, Report)
     assert report.lost.text.endswith(
-        ": killed; last collectives: /tmp/trace-0 on the node of rank 0 and 1 more"
+        ": killed; last collectives: traces/rank-0 on the node of rank 0 and 1 more"
     )
 
 
